@@ -15,10 +15,9 @@ from safetensors.numpy import save_file
 
 import spile.models
 from spile.models import families
-from spile.models.architecture import ModelConfig
+from spile.models.architecture import ModelConfig, layer_tensors, model_tensors
 from spile.models.families import read_config
-from spile.models.families.weight_names import Fused
-from spile.models.tensors import layer_tensors, model_tensors
+from spile.models.families.base import Fused
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {

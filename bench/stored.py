@@ -14,7 +14,7 @@ import numpy as np
 import spile
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.taps import SCALED, TapRows
-from spile.store.shard_format import as_stored, decode, rounding, split
+from spile.store.shard import as_stored, decode, rounding, split
 
 DTYPES = ("bfloat16", "float16", *SCALED)
 

@@ -23,8 +23,7 @@ from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of
 from spile.fleet.history import History, Pulse
-from spile.fleet.home import FleetHome
-from spile.fleet.lease import Lease
+from spile.fleet.home import FleetHome, Lease
 from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of

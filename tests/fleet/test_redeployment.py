@@ -353,7 +353,7 @@ def test_hostile_records_and_cloud_errors_do_not_command_the_terminal(world: Wor
 def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends_the_fleet(
     world: World, prompt: Prompt
 ) -> None:
-    from spile.fleet.lease import Lease
+    from spile.fleet.home import Lease
     from spile.objects import open_folder
 
     world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed

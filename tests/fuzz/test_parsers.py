@@ -27,8 +27,7 @@ from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import read_node, read_operation, read_queued
 from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
-from spile.fleet.home import FleetHome
-from spile.fleet.lease import Lease
+from spile.fleet.home import FleetHome, Lease
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.models.families import read_config
@@ -42,7 +41,7 @@ from spile.reading.importing import read_pickle
 from spile.reading.shuffle_order import _checksum
 from spile.store.heartbeat import read_beat
 from spile.store.ledger import Commit, seal, unseal
-from spile.store.shard_format import parse_shard_header
+from spile.store.shard import parse_shard_header
 from spile.store.snapshot import SnapshotReader
 from spile.store.stream import join_run, read_run, read_stream
 from spile.store.verification import verify

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from spile.errors import SpecError
-from spile.models.architecture import ModelConfig
-from spile.models.tensors import Tensor, layer_tensors, model_tensors
+from spile.models.architecture import ModelConfig, Tensor, layer_tensors, model_tensors
 from spile.planning.machines import parse_machine
 from spile.worker.mesh import RULES, default_shape, make_mesh, plan_mesh
 

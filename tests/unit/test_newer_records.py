@@ -12,8 +12,7 @@ import pytest
 import spile
 from spile.errors import RunMismatch
 from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
-from spile.fleet.home import WorkerReport
-from spile.fleet.lease import Lease
+from spile.fleet.home import Lease, WorkerReport
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.objects import open_folder

@@ -536,7 +536,7 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, consol
     import time
 
     from spile.fleet import manage
-    from spile.fleet.lease import Lease
+    from spile.fleet.home import Lease
     from spile.fleet.monitor import machine_metadata, startup_script
     from spile.fleet.pins import sha256
 

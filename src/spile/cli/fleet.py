@@ -247,8 +247,7 @@ def list_fleets(
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """List the fleets that were deployed to a bucket, with the state of each."""
-    from spile.fleet.home import FleetHome, fleet_url, fleets_of
-    from spile.fleet.lease import Lease
+    from spile.fleet.home import FleetHome, Lease, fleet_url, fleets_of
     from spile.fleet.monitor import crash_loop
     from spile.objects import bucket_url, open_folder
     from spile.store.streams import finished_quarantines
@@ -463,7 +462,7 @@ def delete(
 ) -> int:
     """Delete the fleet's machines. Machines without its label are never touched."""
     from spile.fleet import manage
-    from spile.fleet.lease import refuse_monitored
+    from spile.fleet.home import refuse_monitored
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import owns, plan_workers
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from spile.fleet.worker_logs import LogMachine
+    from spile.fleet.agent import LogMachine
     from spile.hosts.hosts import Host
 
 _WHAT = Group("What to run", sort_key=1)
@@ -162,7 +162,7 @@ def logs(
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
     """Print a worker's log: from its machine over ssh, or its last lines from the bucket if the machine is gone."""
-    from spile.fleet.worker_logs import LOG_FILES, NO_LOG, UNIT, tail_command
+    from spile.fleet.agent import LOG_FILES, NO_LOG, UNIT, tail_command
     from spile.hosts import run as fanout
     from spile.hosts.run import Job
     from spile.view.hosts import Logs
@@ -201,8 +201,8 @@ def _print_stored_log(
     """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
     from collections import deque
 
+    from spile.fleet.agent import read_log
     from spile.fleet.home import FleetHome
-    from spile.fleet.worker_logs import read_log
 
     opened = FleetHome.open(home)
     named = {str(each.id): each.name for each in opened.read_fleet().workers}
@@ -223,7 +223,7 @@ def _print_stored_log(
 
 
 def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
-    from spile.fleet.worker_logs import LogMachine, find_machine
+    from spile.fleet.agent import LogMachine, find_machine
 
     number = int(worker) if worker.isdigit() else None
     if where.hosts:
@@ -240,7 +240,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
 
 def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
     """Print the last lines of the log from the worker's heartbeat."""
-    from spile.fleet.worker_logs import last_words
+    from spile.fleet.agent import last_words
     from spile.objects import open_folder
 
     if output is None:

@@ -19,8 +19,8 @@ from rich.text import Text
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import ExtractFlags, flag
 from spile.errors import SpecError
+from spile.models.architecture import parameter_count
 from spile.models.families import FAMILIES, read_config
-from spile.models.tensors import parameter_count
 from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
 from spile.planning.machines import Machine, Prices, list_prices, parse_machine, prices_from
 from spile.spec.amounts import amount, counted, duration, size
@@ -375,7 +375,7 @@ def models(
 
 
 def _example_size(family: str, machine: Machine) -> dict[str, Any]:
-    from spile.models.tensors import flops_per_token, parameter_count
+    from spile.models.architecture import flops_per_token, parameter_count
     from spile.planning.cost import Volume, estimate
     from spile.spec.taps import Tap, row_bytes, tap_rows
 

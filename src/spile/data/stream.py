@@ -21,7 +21,7 @@ from spile.data.sources import open_input
 from spile.data.tables import RowSource
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpecError, SpileError
-from spile.objects.ahead import iterate_ahead
+from spile.objects.folder import iterate_ahead
 from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec

@@ -18,7 +18,7 @@ from urllib.request import getproxies
 from spile.data.lines import fetched
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
-from spile.objects.ahead import read_ahead
+from spile.objects.folder import read_ahead
 from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
 from spile.spec.run import EVERY_FIELD
 

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
 from spile.fleet.history import History, Observed, Pulse, WorkerHistory, spec_zones
-from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.lease import Holder, Lease
+from spile.fleet.home import FleetHome, Holder, Lease, WorkerReport
 from spile.fleet.manage import Metadata, delete_queued_of, request_for, slice_secret
 from spile.fleet.pins import PIN, check_pinned
 from spile.fleet.provider import (

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spile.errors import Failure, Interrupted, SpileError, UserError
+from spile.hosts import guard
 from spile.hosts.hosts import Access, Host
-from spile.hosts.remote import guard
 
 
 class SshFailure(NamedTuple):

@@ -86,7 +86,7 @@ def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
     return linear(hidden, layer.down, layer.down_bias)
 
 
-# -- rows with one byte per number, as spile.store.shard_format defines them -------------------------------------------
+# -- rows with one byte per number, as spile.store.shard defines them --------------------------------------------------
 
 _TINY = 2.0**-126
 

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from spile.models.architecture import ModelConfig
-from spile.models.tensors import Axes, Tensor, layer_tensors, model_tensors
+from spile.models.architecture import Axes, ModelConfig, Tensor, layer_tensors, model_tensors
 from spile.spec.taps import Tap
 
 _FEWEST = 3

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import ModelError, untrusted
-from spile.models.families.weight_names import Order
+from spile.models.families.base import Order
 from spile.spec.safetensors import DTYPES as ALL_DTYPES
 from spile.spec.safetensors import header_length, parse_header
 

@@ -19,12 +19,12 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from spile.errors import ModelError
+from spile.models.architecture import Tensor, layer_tensors, model_tensors
 from spile.models.families import FAMILIES
-from spile.models.families.weight_names import Match, Order
+from spile.models.families.base import Match, Order
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, build, stacked
 from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, read_header
-from spile.models.tensors import Tensor, layer_tensors, model_tensors
 
 _THREADS = 8
 _COMPARED = 64 << 20

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from spile.errors import StoreError
-from spile.objects.ahead import read_ahead
 from spile.objects.clouds import Cloud, cloud_of, http_timeout
-from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checked_key, possible_prefix
+from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checked_key, possible_prefix, read_ahead
 from spile.objects.machine import positive_number
 from spile.objects.retry import RequestFailure, Retry, from_obstore
 

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from spile.errors import SpecError, SpileError, StoreError, UserError
-from spile.objects.ahead import read_ahead
-from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key
+from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, read_ahead
 
 _FORM = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.*))?", re.ASCII)
 _PARALLEL = 8

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from spile.models.architecture import flops_per_token
 from spile.models.decoder import Drawn, hidden, keep_unchanged, layers_needed
 from spile.models.safetensors_files import LocalSource
-from spile.models.tensors import flops_per_token
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
 from spile.planning.timed_run import TimedRun, cold_and_warm

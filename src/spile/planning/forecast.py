@@ -8,9 +8,8 @@ from typing import Any
 
 from spile.data.stream import SampleStream, open_stream
 from spile.models import model_files
-from spile.models.architecture import ModelConfig
+from spile.models.architecture import ModelConfig, flops_per_token, parameter_count
 from spile.models.decoder import head_needed, layers_needed
-from spile.models.tensors import flops_per_token, parameter_count
 from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.planning.machines import Machine, Price, Prices
 from spile.planning.tpu_compiler import Program

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spile.errors import Failure, SpecError
-from spile.models.architecture import Experts, ModelConfig, Rope
-from spile.models.tensors import flops_per_token
+from spile.models.architecture import Experts, ModelConfig, Rope, flops_per_token
 from spile.planning.machines import parse_machine
 from spile.spec.taps import Tap
 

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from spile.objects.ahead import read_ahead
+from spile.objects.folder import read_ahead
 from spile.objects.machine import local_cores
 from spile.reading.rows import RowBatch, Selection, context_of
 from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
-from spile.store.shard_format import notes_of
+from spile.store.shard import notes_of
 from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
 from spile.store.streams import Stream

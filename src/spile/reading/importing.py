@@ -32,7 +32,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
-from spile.store.shard_format import as_stored
+from spile.store.shard import as_stored
 from spile.store.stream import StreamStore, join_run, join_stream
 
 UNKNOWN_TOKEN = -1

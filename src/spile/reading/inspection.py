@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.objects.ahead import read_ahead
+from spile.objects.folder import read_ahead
 from spile.reading.rows import context_of
 from spile.spec.amounts import counted
 from spile.spec.sample import Role

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.objects.ahead import read_ahead
+from spile.objects.folder import read_ahead
 from spile.store.shard_reader import ShardReader
 
 _PIECE = 8 << 20

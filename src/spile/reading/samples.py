@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import SpileError, UserError
-from spile.objects.ahead import read_ahead
+from spile.objects.folder import read_ahead
 from spile.reading.rows import SampleRef, column
 from spile.spec.amounts import counted
 from spile.spec.positions import counted_choice, last_content

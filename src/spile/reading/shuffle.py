@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.objects.ahead import iterate_ahead, read_ahead
+from spile.objects.folder import iterate_ahead, read_ahead
 from spile.reading.blocks import row_keys
 from spile.reading.rows import RowBatch
 from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder

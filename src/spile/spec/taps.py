@@ -194,7 +194,7 @@ TOP = 10
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
 SCALED = ("int8", "float8_e4m3")
-"""One-byte dtypes with one scale per row: see :mod:`spile.store.shard_format`."""
+"""One-byte dtypes with one scale per row: see :mod:`spile.store.shard`."""
 SCALE_BYTES = 4
 _SCALED_BY = 8
 """The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""

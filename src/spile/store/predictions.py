@@ -19,7 +19,7 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role
 from spile.store.layout import predictions_name
 from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
-from spile.store.shard_format import POSITIONS
+from spile.store.shard import POSITIONS
 from spile.store.shard_reader import ShardReader
 
 _LARGEST_LOGPROB = 1e-3

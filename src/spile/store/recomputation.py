@@ -35,7 +35,7 @@ from spile.spec.identity import RunIdentity
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.report import Problem, Recomputed, TapNoise
-from spile.store.shard_format import as_stored, decode, split
+from spile.store.shard import as_stored, decode, split
 from spile.store.shard_reader import ShardReader
 from spile.store.streams import Stream
 

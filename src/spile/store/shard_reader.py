@@ -21,7 +21,7 @@ from spile.objects.folder import Folder
 from spile.objects.local import MappedFile, read_into
 from spile.spec.safetensors import TensorPlace
 from spile.store.ledger import ShardRecord
-from spile.store.shard_format import (
+from spile.store.shard import (
     CHUNKS,
     CONTEXT,
     CONTEXT_OFFSETS,

@@ -46,8 +46,7 @@ from spile.store.ledger import (
     seal,
     unseal,
 )
-from spile.store.shard import ShardBuilder
-from spile.store.shard_format import ShardSchema
+from spile.store.shard import ShardBuilder, ShardSchema
 from spile.store.statistics import TapStatistics
 from spile.version import __version__
 

@@ -23,7 +23,7 @@ from spile.store.cleanup import clear_folder
 from spile.store.layout import METADATA, STREAM, addition_folder, is_addition, new_attempt, stream_folder, stream_number
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
-from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
+from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import JoinedShard, ShardReader
 from spile.store.stream import StreamRecord, StreamStore, read_stream, stream_bytes
 

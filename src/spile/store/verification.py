@@ -41,7 +41,7 @@ from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
 from spile.store.predictions import Decode, answers_problem, outside_vocabulary, read_predictions
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
-from spile.store.shard_format import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
+from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
 from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded

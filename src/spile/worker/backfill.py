@@ -29,7 +29,7 @@ from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.cleanup import remove_remains
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
-from spile.store.shard_format import CONTEXT, CONTEXT_OFFSETS, POSITIONS
+from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
 from spile.store.stream import StreamStore, differences, mismatch, read_run
 from spile.store.streams import (

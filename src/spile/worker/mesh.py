@@ -15,11 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spile.errors import SpecError
-from spile.models.architecture import ModelConfig
+from spile.models.architecture import ModelConfig, Tensor
 from spile.models.attention import Attention, over_mesh
 from spile.models.experts import Mixture, choose_mixture, mixture_over_mesh
 from spile.models.params import build
-from spile.models.tensors import Tensor
 
 AXES = ("data", "model")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import jax
 
 from spile.data.stream import SampleReader
-from spile.models.architecture import ModelConfig
-from spile.models.tensors import flops_per_token
+from spile.models.architecture import ModelConfig, flops_per_token
 from spile.objects import is_remote
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample

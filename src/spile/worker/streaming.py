@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from spile.data.stream import SampleReader
 from spile.errors import Failure, SpecError, SpileError, UserError
-from spile.objects.ahead import iterate_ahead
+from spile.objects.folder import iterate_ahead
 from spile.reading.blocks import MemoryShard, MemoryStream, StoredBlocks
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
@@ -43,7 +43,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows
 from spile.store.ledger import ShardRecord
-from spile.store.shard_format import decode, split
+from spile.store.shard import decode, split
 from spile.store.stream import StreamStore, join_run, write_spec
 from spile.worker.batches import Batch
 from spile.worker.device import configure_jax, place_model

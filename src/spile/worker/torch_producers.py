@@ -23,7 +23,7 @@ from spile.models.model_files import ModelFiles
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
-from spile.store.shard_format import as_stored
+from spile.store.shard import as_stored
 from spile.worker.batches import Batch
 from spile.worker.producer import (
     Answer,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from fleet.ssh.loopback import end, marked, wait_until
-from spile.hosts.remote import guard
+from spile.hosts import guard
 
 STUBBORN = "trap '' TERM; while :; do sleep 0.2; done"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import spile.fleet
 from fleet_simulation import MemoryFolder
-from spile.fleet.lease import Lease
+from spile.fleet.home import Lease
 
 
 class Clock:
@@ -110,7 +110,7 @@ def test_all_that_a_fleet_removes_from_a_bucket_goes_through_the_one_piece() -> 
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == "delete" and "folder" in ast.unparse(node.value):
                 found.add((path.name, ast.unparse(node)))
-    assert found == {("lease.py", "self._folder.delete"), ("worker_logs.py", "self._folder.delete")}
-    for name in ("lease.py", "worker_logs.py"):
+    assert found == {("home.py", "self._folder.delete"), ("agent.py", "self._folder.delete")}
+    for name in ("home.py", "agent.py"):
         text = (Path(spile.fleet.__file__).parent / name).read_text()
         assert text.count("_folder.delete") == text.count("remove=self._folder.delete") == 1

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from spile.models import params
-from spile.models.architecture import ModelConfig
-from spile.models.tensors import parameter_count
+from spile.models.architecture import ModelConfig, parameter_count
 
 CONFIG = ModelConfig(
     "llama", 24, 3, 4, 2, 8, 40, 50, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied=True

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spile.objects.ahead import iterate_ahead, read_ahead
+from spile.objects.folder import iterate_ahead, read_ahead
 
 
 def test_results_come_in_order() -> None:
@@ -102,7 +102,7 @@ def test_an_iterator_runs_in_one_thread_ahead_of_its_reader() -> None:
 def test_a_program_that_ends_early_says_nothing() -> None:
     code = """
 from itertools import count
-from spile.objects.ahead import iterate_ahead, read_ahead
+from spile.objects.folder import iterate_ahead, read_ahead
 kept = [iterate_ahead(count(), 3), read_ahead((int for _ in count()), 3)]
 for each in kept:
     next(each)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from spile.errors import ModelError
-from spile.models.architecture import ModelConfig, Rope
+from spile.models.architecture import ModelConfig, Rope, flops_per_token, parameter_count
 from spile.models.families import read_config
-from spile.models.tensors import flops_per_token, parameter_count
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

@@ -21,8 +21,7 @@ from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.ledger import ShardRecord
-from spile.store.shard import ShardBuilder
-from spile.store.shard_format import CHUNKS, Chunking, ShardSchema, as_stored, parse_shard_header, plan_shard
+from spile.store.shard import CHUNKS, Chunking, ShardBuilder, ShardSchema, as_stored, parse_shard_header, plan_shard
 from spile.store.shard_reader import JoinedShard, ShardReader
 
 NAME = "shard_0001-abcd.safetensors"

@@ -17,7 +17,7 @@ from spile.objects import open_folder
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.shard_format import as_stored, decode, split
+from spile.store.shard import as_stored, decode, split
 from spile.store.streams import open_streams
 from spile.store.verification import verify
 from spile.worker.extract import extract

@@ -18,7 +18,7 @@ from spile.models.model_files import find
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.recomputation import VARIANTS, StoredRows, _Judge, distances
-from spile.store.shard_format import as_stored, decode, split
+from spile.store.shard import as_stored, decode, split
 from spile.worker.recompute import _Recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
 from world import run_identity

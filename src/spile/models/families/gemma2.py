@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, alternating_windows, decoder
-from spile.models.families.weight_names import SANDWICH, extend
+from spile.models.families.base import SANDWICH, ConfigFields, Family, alternating_windows, decoder, extend
 
 
 def read_gemma(fields: ConfigFields, pattern: int, **options: Any) -> ModelConfig:

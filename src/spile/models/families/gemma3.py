@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, read_rope
+from spile.models.families.base import PLAIN, SANDWICH, VISION_PREFIX, ConfigFields, Family, extend, read_rope
 from spile.models.families.gemma2 import read_gemma
-from spile.models.families.weight_names import PLAIN, SANDWICH, VISION_PREFIX, extend
 
 _PATTERN = 6
 

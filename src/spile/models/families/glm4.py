@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder
-from spile.models.families.weight_names import Fused, extend
+from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend
 
 
 def _read_glm(fields: ConfigFields, **options: Any) -> ModelConfig:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, read_rope
-from spile.models.families.weight_names import Fused, Names
+from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope
 
 
 def _read(fields: ConfigFields) -> ModelConfig:

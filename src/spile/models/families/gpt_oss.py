@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, alternating_windows, decoder
-from spile.models.families.weight_names import Fused, extend
+from spile.models.families.base import ConfigFields, Family, Fused, alternating_windows, decoder, extend
 
 
 def _read(fields: ConfigFields) -> ModelConfig:

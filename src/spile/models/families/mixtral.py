@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, uniform_windows
-from spile.models.families.weight_names import extend
+from spile.models.families.base import ConfigFields, Family, decoder, extend, uniform_windows
 
 
 def _read(fields: ConfigFields) -> ModelConfig:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder
-from spile.models.families.weight_names import Names
+from spile.models.families.base import ConfigFields, Family, Names, decoder
 
 
 def _read(fields: ConfigFields) -> ModelConfig:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, layer_count, uniform_windows
-from spile.models.families.weight_names import extend
+from spile.models.families.base import ConfigFields, Family, decoder, extend, layer_count, uniform_windows
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
