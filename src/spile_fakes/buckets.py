@@ -199,7 +199,6 @@ class Faults:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, kind: FaultKind, **options: object) -> None:
-        """Add a rule."""
         self.extend([Fault(kind, **options)])  # type: ignore[arg-type]
 
     def extend(self, rules: list[Fault]) -> None:
@@ -208,7 +207,6 @@ class Faults:
             self.rules.extend(rules)
 
     def clear(self) -> None:
-        """Remove all rules."""
         with self._lock:
             self.rules.clear()
 

@@ -35,7 +35,6 @@ class ApiError(Exception):
         self.message = message
 
     def body(self) -> dict[str, Any]:
-        """Return the error as JSON."""
         word = self.WORDS.get(self.status, "UNKNOWN")
         return {"error": {"code": self.status, "message": self.message, "status": word}}
 

@@ -131,18 +131,10 @@ Flags = TypeVar("Flags", PlaceFlags, MachineFlags, DeployFlags)
 def worker_spec(
     flags: RunFlags, root: str, streams: str, split: str | None = None, base: Mapping[str, Any] | None = None
 ) -> RunSpec:
-    """Return the run spec of every worker.
+    """Return the run spec of every worker: that of an earlier deployment (``base``), changed by the given flags.
 
     What deploy does once (splitting the dataset, removing stored streams) is not part of it: a worker that is started
     again must not do it again.
-
-    Args:
-        flags: The flags of this command. A flag that was given replaces the value in ``base``.
-        root: The folder of the dataset.
-        streams: The folder of the streams.
-        split: The id of the split that the streams must belong to.
-        base: The run spec of an earlier deployment, as ``RunSpec.to_dict`` gives it.
-
     """
     given = flags.stored_in(root).replaced(dataset=None, dataset_dir=streams).values()
     fixed = {

@@ -69,7 +69,6 @@ class LogKeeper:
         self._number: int | None = None
 
     def add(self, line: str) -> None:
-        """Add a line of output."""
         with self._lock:
             self._text += line.rstrip("\n").encode(errors="replace") + b"\n"
             over = max(0, len(self._text) - 4 * self._part)  # A bucket that fails must not fill the memory.

@@ -104,7 +104,6 @@ def _parts(name: str) -> tuple[str, str]:
 
 @_answer("node")
 def read_node(raw: Mapping[str, Any]) -> Node:
-    """Parse a node from the API's JSON."""
     zone, name = _parts(raw["name"])
     scheduling = raw.get("schedulingConfig", {})
     return Node(
@@ -201,7 +200,6 @@ def read_operation(raw: Mapping[str, Any]) -> Operation:
 
 
 def node_body(request: NodeRequest) -> dict[str, Any]:
-    """Return a request as the API's JSON."""
     network = {"enableExternalIps": request.external_ips}
     scheduling = {name: True for name in ("preemptible", "spot", "reserved") if getattr(request, name)}
     body: dict[str, Any] = {
@@ -387,11 +385,9 @@ class CloudTpu:
 
     @property
     def project(self) -> str:
-        """The project that owns the machines."""
         return self._settings.project
 
     def close(self) -> None:
-        """Close the connections."""
         self._session.close()
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -462,31 +458,25 @@ class CloudTpu:
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[Node]:
-        """Return all nodes of a zone; ``-`` means every zone."""
         return [read_node(raw) for raw in self._pages(f"{self._parent(zone)}/nodes", "nodes", f"list TPUs in {zone}")]
 
     def node(self, zone: str, name: str) -> Node:
-        """Return one node, or raise :class:`Missing`."""
         return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"look at TPU {name} in {zone}"))
 
     def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
-        """Request a node."""
         doing = f"create TPU {name} ({request.accelerator_type}) in {zone}"
         path = f"{self._parent(zone)}/nodes"
         return read_operation(self._send("POST", path, doing, body=node_body(request), params={"nodeId": name}))
 
     def delete_node(self, zone: str, name: str) -> Operation:
-        """Request the deletion of a node."""
         return read_operation(
             self._send("DELETE", f"{self._parent(zone)}/nodes/{name}", f"delete TPU {name} in {zone}")
         )
 
     def label_node(self, zone: str, name: str, labels: Mapping[str, str]) -> Operation:
-        """Replace a node's labels."""
         return self._patch(zone, name, {"labels": dict(labels)}, "label")
 
     def set_metadata(self, zone: str, name: str, metadata: Mapping[str, str]) -> Operation:
-        """Replace a node's metadata."""
         return self._patch(zone, name, {"metadata": dict(metadata)}, "change the metadata of")
 
     def _patch(self, zone: str, name: str, body: Mapping[str, Any], verb: str) -> Operation:
@@ -495,19 +485,16 @@ class CloudTpu:
         return read_operation(self._send("PATCH", path, f"{verb} TPU {name} in {zone}", body=body, params=mask))
 
     def operation(self, zone: str, name: str) -> Operation:
-        """Return the state of an operation."""
         path = f"{self._parent(zone)}/operations/{name}"
         return read_operation(self._send("GET", path, f"look at operation {name} in {zone}"))
 
     # -- queued resources -------------------------------------------------------------------------------------------
 
     def queued(self, zone: str) -> list[QueuedResource]:
-        """Return all queued resources of a zone; ``-`` means every zone."""
         path = f"{self._parent(zone)}/queuedResources"
         return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
 
     def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
-        """Request a queued resource."""
         alpha = request.best_effort
         parent = self._parent(zone)
         return read_operation(
@@ -523,7 +510,6 @@ class CloudTpu:
         )
 
     def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
-        """Delete a queued resource; ``force`` also deletes its nodes."""
         path = f"{self._parent(zone)}/queuedResources/{name}"
         params = {"force": "true"} if force else {}
         return read_operation(self._send("DELETE", path, f"delete queued resource {name} in {zone}", params=params))
@@ -531,12 +517,10 @@ class CloudTpu:
     # -- zones, machine types and permissions -----------------------------------------------------------------------
 
     def zones(self) -> list[str]:
-        """Return the zones that have TPUs."""
         path = f"projects/{self._settings.project}/locations"
         return sorted(raw["locationId"] for raw in self._pages(path, "locations", "list zones"))
 
     def accelerator_types(self, zone: str) -> list[str]:
-        """Return the machine types of a zone."""
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
         return sorted(raw["type"] for raw in raws)
 

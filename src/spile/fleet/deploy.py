@@ -67,7 +67,6 @@ class StreamsPlan:
 
     @property
     def count(self) -> int:
-        """The number of streams."""
         return len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local)
 
     def check(self, workers: int) -> None:
@@ -503,17 +502,7 @@ def launch_over_ssh(
     internal_ip: bool = False,
     force: bool = False,
 ) -> list[NodeResult]:
-    """Run the startup script on every host of every machine that is READY, all at once.
-
-    Args:
-        provider: The cloud.
-        fleet: The deployed fleet.
-        home: The URL of the fleet's folder.
-        access: How to log in.
-        only: The names of the machines; None for all of the fleet.
-        internal_ip: Whether to connect to internal addresses.
-        force: Whether to install again.
-    """
+    """Run the startup script on every host of every machine that is READY, all at once; ``only`` on these machines."""
     names = {worker.name for worker in fleet.workers if only is None or worker.name in only}
     nodes = [node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node) and node.name in names]
     ready = [node for node in nodes if node.state is NodeState.READY]

@@ -184,7 +184,6 @@ class History:
 
     @property
     def dollars(self) -> float:
-        """The cost so far."""
         return self.settled + sum(bill.dollars for bill in self.bills.values())
 
     def to_json(self) -> bytes:

@@ -45,7 +45,6 @@ _MOST = 1 << 20
 
 
 def fleet_url(bucket: str, name: str) -> str:
-    """Return the URL of a fleet's folder."""
     return f"{bucket.rstrip('/')}/fleet/{name}"
 
 
@@ -109,11 +108,9 @@ class FleetHome:
 
     @classmethod
     def open(cls, url: str) -> FleetHome:
-        """Open the folder at a URL."""
         return cls(open_folder(url))
 
     def read_fleet(self) -> FleetSpec:
-        """Return the specification of the fleet."""
         return self.read_pinned()[0]
 
     def read_pinned(self) -> tuple[FleetSpec, str]:
@@ -214,7 +211,6 @@ class FleetHome:
         return lines
 
     def write_report(self, report: WorkerReport) -> None:
-        """Store the report of a machine."""
         self.folder.put(f"workers/{report.node}.json", report.to_json())
 
     def read_report(self, node: str) -> WorkerReport | None:
@@ -329,7 +325,6 @@ class Lease:
         self.number = 0
 
     def holder(self) -> Holder | None:
-        """Return the current holder, if there is one."""
         last = self._last()
         return None if last is None or last.expired(self._clock()) else last
 

@@ -213,7 +213,6 @@ def tick(
 
 
 def startup_script() -> str:
-    """Return the startup script of a machine."""
     return resources.files("spile.fleet").joinpath("startup.sh").read_text()
 
 
@@ -290,7 +289,6 @@ class WorkerStatus:
 
     @property
     def working(self) -> bool:
-        """Whether the worker is healthy and not done."""
         return self.healthy and not self.past.finished
 
     @property
@@ -341,21 +339,17 @@ class FleetStatus:
 
     @property
     def healthy(self) -> int:
-        """Workers whose machine and heartbeat are fine, and those that are done."""
         return sum(worker.healthy for worker in self.workers)
 
     @property
     def working(self) -> int:
-        """Healthy workers that are not done."""
         return sum(worker.working for worker in self.workers)
 
     @property
     def needs_recovery(self) -> int:
-        """Workers whose machine is to be replaced."""
         return sum(worker.needs_recovery for worker in self.workers)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the status as JSON values."""
         return {
             "fleet": self.fleet.name,
             "root": self.fleet.root,

@@ -28,7 +28,6 @@ class FleetCase:
     now: float
 
     def workers(self) -> Iterator[WorkerCase]:
-        """Return the case of each worker."""
         for worker in self.fleet.workers:
             yield WorkerCase(self.fleet, worker, past_of(self.history, worker), self.now, self.observed, self.history)
 
@@ -45,12 +44,10 @@ class WorkerCase:
     history: History = field(default_factory=History)
 
     def with_history(self, past: WorkerHistory) -> WorkerCase:
-        """Return this case with a newer history of the worker."""
         return self if past is self.past else replace(self, past=past)
 
     @property
     def policy(self) -> Policy:
-        """The fleet's policy."""
         return self.fleet.policy
 
     @property
@@ -60,7 +57,6 @@ class WorkerCase:
 
     @property
     def nodes(self) -> list[Node]:
-        """The worker's machines."""
         return self.observed.own.get(self.worker.id, [])
 
     @property

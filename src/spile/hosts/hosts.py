@@ -45,7 +45,6 @@ class Host:
 
     @property
     def file_name(self) -> str:
-        """The label as a valid file name."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", self.label).strip("-")
 
 

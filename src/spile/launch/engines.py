@@ -44,15 +44,7 @@ class EngineRequest:
 
 
 def make_engine(name: str, request: EngineRequest) -> Engine:
-    """Create an engine.
-
-    Args:
-        name: A key of ``SUPERVISED``.
-        request: What the user asks of it.
-
-    Raises:
-        SpecError: No engine has this name, or it cannot do what is asked.
-    """
+    """Create the engine that ``SUPERVISED`` has under this name; it raises SpecError for what it cannot do."""
     if name not in SUPERVISED:
         raise SpecError("--engine", expected=" or ".join(SUPERVISED), found=name, fix="see spile extract --help")
     module, _, attribute = SUPERVISED[name].partition(":")

@@ -139,12 +139,10 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
     def last_lines(self) -> str:
-        """Its last lines of output."""
         return "\n".join(self._tail)
 
     def poll(self) -> int | None:
@@ -203,18 +201,15 @@ class LocalEngine:
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:
-        """Check that the output can be written."""
         preflight(open_folder(asked.output))
 
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is only one machine)
-        """Start a process on a free share."""
         share = self._free.pop(0)
         env = {**share.env, **task.env}
         process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=self._log(task.stream))
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
-        """Return the workers that have ended; wait at most ``seconds`` for one."""
         until = time.monotonic() + seconds
         while not (ends := self._ended()) and time.monotonic() < until:
             time.sleep(_POLL)
@@ -231,7 +226,6 @@ class LocalEngine:
         return ends
 
     def stop(self, stream: int) -> None:
-        """Send SIGTERM; the worker commits."""
         if stream in self._running:
             self._running[stream][0].stop()
 
@@ -240,12 +234,10 @@ class LocalEngine:
         self.stop(stream)
 
     def kill(self) -> None:
-        """Send SIGKILL to all workers."""
         for process, _ in self._running.values():
             process.kill()
 
     def close(self) -> None:
-        """Kill the remaining workers and wait for them."""
         self.kill()
         for process, _ in self._running.values():
             process.wait(5.0)

@@ -287,7 +287,6 @@ class RayEngine:
         return run.remote(list(words), {**self._threads, **task.env})
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
-        """Return the workers whose task has ended, by itself or with its node."""
         self._place_gangs()
         refs = [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]
         if not refs:
@@ -356,12 +355,10 @@ class RayEngine:
         self._gangs.pop(stream, None)
 
     def kill(self) -> None:
-        """End all tasks and their processes at once."""
         for ref in [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]:
             self._ray.cancel(ref, force=True)
 
     def close(self) -> None:
-        """Cancel the remaining tasks and disconnect."""
         self.kill()
         self._ray.shutdown()
 

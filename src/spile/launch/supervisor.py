@@ -64,7 +64,6 @@ class LaunchCounter:
         self._now = Supervision(token=secrets.token_hex(8))
 
     def ended(self, code: int | None) -> None:
-        """Count the end of a launch."""
         if code is not None and is_kill(code):
             self._now = replace(self._now, kills=self._now.kills + 1, how=f"signal {code - _SIGNALS}")
         else:
@@ -274,15 +273,7 @@ _STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
 def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> list[StreamTask]:
-    """Return one task per ``stream_NNN.jsonl`` in a folder or bucket.
-
-    Args:
-        dataset_dir: The folder of streams.
-        words: Returns the worker's arguments for a stream number.
-
-    Raises:
-        DataError: The folder contains no stream.
-    """
+    """Return one task per ``stream_NNN.jsonl`` in a folder or bucket; ``words`` returns the arguments for a number."""
     found = []
     for info in open_folder(dataset_dir).list("stream_"):
         named = _STREAM_FILE.fullmatch(info.key)
@@ -355,7 +346,6 @@ class EngineOutcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command."""
         if self.failed:
             return UserError.exit_code if self.refused else Failure.exit_code
         return Interrupted.exit_code if self.interrupted else 0
@@ -390,7 +380,6 @@ class Supervisor:
         self._stopping = False
 
     def count(self, state: str) -> int:
-        """Return the number of streams in a state."""
         return sum(stream.state == state for stream in self._streams.values())
 
     def stop(self) -> None:
@@ -403,11 +392,7 @@ class Supervisor:
             self.engine.stop(stream.task.stream)
 
     def run(self, asked_to_stop: Callable[[], int]) -> EngineOutcome:
-        """Run to the end.
-
-        Args:
-            asked_to_stop: Returns how many times the user has asked to stop.
-        """
+        """Run to the end. ``asked_to_stop`` returns how many times the user has asked to stop."""
         heard, next_look = 0, 0.0
         self._observe_streams()
         at_first = self._total_committed()
@@ -536,14 +521,9 @@ class Supervisor:
 
 
 def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], worth: float) -> StreamView | None:
-    """Return the running stream that would gain most from another worker, or None.
+    """Return the stream of ``movable`` that would gain most from another worker, or None.
 
-    A stream qualifies if its rate is below a third of the median and moving it saves more than ``worth`` seconds.
-
-    Args:
-        movable: The streams to choose from.
-        views: All streams, for the median rate.
-        worth: The least gain in seconds.
+    It qualifies if its rate is below a third of the median of ``views`` and moving it saves over ``worth`` seconds.
     """
     rates = [view.tokens_per_second for view in views if view.tokens_per_second]
     usual = statistics.median(rates) if rates else 0.0

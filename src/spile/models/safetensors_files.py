@@ -43,7 +43,6 @@ class LocalSource:
     folder: Path
 
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
         return (self.folder / name).stat().st_size
 
     def read(self, name: str, start: int, length: int) -> Bytes:
@@ -74,11 +73,9 @@ class BucketSource:
     folder: Folder
 
     def size(self, name: str) -> int:
-        """Return the size of an object in bytes."""
         return self.folder.info(name).size
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """Return a range of an object."""
         return np.frombuffer(self.folder.get_range(name, start, length), np.uint8)
 
 
@@ -161,7 +158,6 @@ class Piece:
         return self.entries[0].file
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
-        """Read a slice. If the file has the model's layout, only the rows of the slice are read."""
         if len(self.shape) == 3 and len(self.entries[0].shape) == 2:
             chosen = range(self.shape[0])[slice(*bounds[0])] if bounds else range(self.shape[0])
             return np.stack([self._one(source, place, self.shape[1:], bounds[1:]) for place in chosen])

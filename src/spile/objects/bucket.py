@@ -306,7 +306,6 @@ class BucketFolder:
         return BucketWriter(f"{self.url}/{key}", size, self.bucket.buffers, send)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """Yield multipart uploads that were neither completed nor aborted."""
         cloud, wanted = self.bucket.cloud, self._prefix + prefix
         for upload in self._run("list", prefix, lambda: [*cloud.unfinished(wanted)]):
             yield replace(upload, key=upload.key.removeprefix(self._prefix))
@@ -429,7 +428,6 @@ class BucketWriter:
         buffer[target : target + length] = buffer[source : source + length]
 
     def finish(self, size: int) -> None:
-        """Upload the object and release the memory."""
         with self._lock:
             data = self._room(size)[:size]
             self._finishing = True

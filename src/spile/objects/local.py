@@ -71,10 +71,7 @@ def read_errors(path: Path) -> Iterator[None]:
 def write_errors(path: Path, *, full: type[StoreError] = StoreError) -> Iterator[None]:
     """Turn the file system's errors into :class:`Unwritable` or :class:`StoreError`.
 
-    Args:
-        path: The file, for the error message.
-        full: The error for a full disk. A disk that fills up during a run is not the user's mistake.
-
+    A full disk raises ``full``: a disk that fills up during a run is not the user's mistake.
     """
     try:
         yield

@@ -28,10 +28,6 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
         folder: The output.
         need: Bytes that a disk must have free, for the shards being written.
         environment: Where ``SPILE_MACHINE_REGION`` and the clouds' variables are looked up.
-
-    Raises:
-        Unwritable: The folder cannot be written, and the user can change that.
-
     """
     if folder.local_path is not None:
         _try_disk(folder.local_path, folder.url, need)

@@ -30,7 +30,6 @@ class Lengths:
 
     @property
     def exact(self) -> bool:
-        """Whether every sample was counted."""
         return len(self.counted) >= self.samples
 
     @property
@@ -40,7 +39,6 @@ class Lengths:
 
     @property
     def tokens(self) -> int:
-        """All tokens, counted or estimated."""
         return sum(self.counted) if self.exact else round(self.mean * self.samples)
 
     @property
@@ -67,7 +65,6 @@ class Volume:
 
     @property
     def bytes(self) -> int:
-        """All stored bytes."""
         if self.rows is None:
             return self.tokens * self.bytes_per_token
         return self.rows * (self.bytes_per_token + _ID_BYTES) + self.tokens * _ID_BYTES
@@ -137,7 +134,6 @@ class Estimate:
 
     @property
     def machine_hours(self) -> float:
-        """The machine hours that are paid for."""
         return self.hours * self.workers
 
     @property

@@ -52,12 +52,10 @@ class Forecast:
 
     @property
     def samples(self) -> int:
-        """The number of samples."""
         return self.volume.samples
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return self.volume.tokens
 
     @property

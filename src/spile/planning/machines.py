@@ -56,7 +56,6 @@ class Price:
             )
 
     def times(self, factor: float) -> Price:
-        """Return the price multiplied by ``factor``."""
         return Price(self.on_demand * factor, self.preemptible * factor)
 
 
@@ -142,7 +141,6 @@ class Machine:
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of one host."""
         return self.chips // self.hosts
 
     @property
@@ -189,7 +187,6 @@ class Prices:
 
 
 def list_prices() -> Prices:
-    """Return the list prices."""
     return Prices(PRICES_AS_OF, "list prices, US", {generation.name: generation.price for generation in GENERATIONS})
 
 
@@ -279,7 +276,6 @@ def _slice(generation: Generation, shape: Shape) -> Machine:
 
 
 def known_machines(prices: Prices | None = None) -> tuple[Machine, ...]:
-    """Return every machine of the table."""
     prices = prices or list_prices()
     slices = [_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes]
     return (*(replace(machine, price=prices.of(machine)) for machine in slices), *prices.machines.values())

@@ -53,7 +53,6 @@ class Program:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Program:
-        """Return the program of these fields."""
         config = dict(fields["config"])
         for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
             config[name] = None if config[name] is None else kind(**config[name])
@@ -100,7 +99,6 @@ class Fit:
 
 
 def available() -> bool:
-    """Return whether the compiler is installed."""
     return importlib.util.find_spec("libtpu") is not None
 
 
@@ -142,7 +140,6 @@ def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
 
 
 def largest(fits: list[Fit]) -> Fit | None:
-    """Return the largest of these batches that fits."""
     return max((fit for fit in fits if fit.fits), key=lambda fit: fit.rows, default=None)
 
 

@@ -163,13 +163,9 @@ class Claim:
 
     @contextmanager
     def keep_renewed(self, log: Callable[[str], None] = lambda _line: None) -> Iterator[None]:
-        """Renew the claim in a thread until the block ends, then release it.
+        """Renew the claim in a thread until the block ends, then release it; problems are passed to ``log``.
 
         If the claim is lost, the work in the block continues until its next commit, at which the ledger fences it.
-
-        Args:
-            log: Called with a line if a renewal fails or another worker takes the stream over.
-
         """
         ended = threading.Event()
 

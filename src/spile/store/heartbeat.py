@@ -245,7 +245,6 @@ def secret_values(environment: Mapping[str, str], given: Mapping[str, str]) -> f
 
 
 def hide_values(text: str, values: Iterable[str]) -> str:
-    """Return the text with these values replaced by ``***``."""
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")
     return text

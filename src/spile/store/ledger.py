@@ -293,7 +293,6 @@ class Ledger:
 
     @property
     def shards(self) -> int:
-        """The number of shards."""
         return len(self.files)
 
     def expected(self, total: int | None, max_samples: int | None = None, max_tokens: int | None = None) -> int | None:
@@ -348,7 +347,6 @@ class Ledger:
 
 
 def has_commits(folder: Folder) -> bool:
-    """Return whether the stream in this folder has any commit."""
     return any(commit_number(info.key) is not None for info in folder.list(COMMITS))
 
 
@@ -418,5 +416,4 @@ def _checked(commit: Commit, number: int, url: str) -> Commit:
 
 
 def read_ledger(folder: Folder, stream: str | None) -> Ledger:
-    """Return the ledger of the stream in this folder."""
     return Ledger().plus(read_commits(folder, stream))

@@ -197,15 +197,7 @@ class Step:
 
 
 def resume_trials(stored: Trials | None, supervision: Supervision, stream: str, done: Ranges) -> Trials:
-    """Return the record with which a worker begins.
-
-    Args:
-        stored: The record in the stream's folder, if any.
-        supervision: What the supervisor says.
-        stream: The id of the stream.
-        done: The samples in the ledger.
-
-    """
+    """Return the record with which a worker begins; ``done`` contains the samples in the ledger."""
     trials = stored if stored is not None and stored.stream == stream else Trials(stream)
     unfinished = bool(trials.trial - done) or not trials.trial
     if trials.ended:

@@ -23,7 +23,6 @@ class Problem:
     text: str
 
     def line(self) -> str:
-        """Return the problem as one line of text."""
         return f"{self.kind}: {self.where}: {self.text}"
 
 
@@ -130,7 +129,6 @@ class StreamReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the stream has no problems."""
         return not self.problems
 
 

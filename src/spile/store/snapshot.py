@@ -121,7 +121,6 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Whether all streams are done."""
         return (
             bool(self.streams) and not self.never_begun and all(stream.state is State.DONE for stream in self.streams)
         )
@@ -137,7 +136,6 @@ class Snapshot:
         return [f"quarantined in {each.name}: {sample}" for each in self.streams for sample in each.quarantined]
 
     def count(self, *states: State) -> int:
-        """Return the number of streams in these states."""
         return sum(stream.state in states for stream in self.streams)
 
     @property

@@ -222,7 +222,6 @@ def read_spec(location: str) -> RunSpec:
 
 
 def read_run(root: Folder) -> RunIdentity | None:
-    """Return the identity of the run at this root, or None if there is no run."""
     record = _read(root)
     if record is None:
         return None

@@ -361,7 +361,6 @@ def decoder(
 
 
 def layer_count(fields: ConfigFields) -> int:
-    """Return the number of layers."""
     return fields.integer("num_hidden_layers", most=_LAYERS)
 
 

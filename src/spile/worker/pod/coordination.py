@@ -160,7 +160,6 @@ class Coordination:
         return None
 
     def delete(self, key: str) -> None:
-        """Delete a key."""
         self._client.key_value_delete(self._scope + key)
 
     # -- barriers -------------------------------------------------------------------------------------------------

@@ -173,7 +173,6 @@ class Identity:
 
     @property
     def first(self) -> bool:
-        """Whether this process commits."""
         return self.process == 0
 
     def host(self, process: int) -> str:
@@ -205,18 +204,9 @@ def find_identity(
     detect: Callable[[], tuple[str, int, int] | None] | None = None,
     name: str | None = None,
 ) -> Identity:
-    """Return the identity of this process.
+    """Return the identity of this process from the flags, the metadata server, the variables and JAX's detection.
 
-    Args:
-        environment: The environment variables.
-        coordinator_address: ``--coordinator-address``.
-        process_id: ``--process-id``.
-        num_processes: ``--num-processes``.
-        hosts: The number of hosts of ``--topology``, if given.
-        metadata: The metadata server; None if this machine has none.
-        detect: JAX's cluster detection, which returns coordinator, count and number.
-        name: The host name of this machine.
-
+    ``hosts`` is the number of hosts of ``--topology``. ``detect`` returns coordinator, count and number.
     """
     found = _from_flags(coordinator_address, process_id, num_processes)
     no_answer: NoMetadata | None = None
@@ -277,7 +267,6 @@ def _disagreement(wanted: int, found: int, source: str) -> SpecError:
 
 
 def _refuse_half(found: _Found, count: int | None) -> None:
-    """Refuse a process number without a process count."""
     if count is None and found.process:
         raise SpecError(
             f"{found.source} says that this is worker {found.process}, but the number of workers is unknown",

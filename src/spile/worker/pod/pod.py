@@ -73,7 +73,6 @@ class SingleProcess:
     name = ""
 
     def begin_run(self) -> WorkerGroup:
-        """Return itself."""
         return self
 
     def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
@@ -85,11 +84,9 @@ class SingleProcess:
         """Return at once."""
 
     def control(self, local: Control) -> Control:
-        """Return the control of this process."""
         return local
 
     def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
-        """Return the store of the stream."""
         return StreamSink(stream, after_commit)
 
     def notify_end(self, error: BaseException) -> None:
@@ -270,7 +267,6 @@ class PodControl:
         return self._pod.coordination.entries("verdict").get(f"{self._number + 1}") == "stop"
 
     def committed(self) -> None:
-        """Restart the clock of ``--commit-every``; only that of process 0 counts."""
         self._local.committed()
 
     def _decide(self, mine: Verdict) -> Verdict:
@@ -409,20 +405,16 @@ class Pod:
 
     @property
     def first(self) -> bool:
-        """Whether this is worker 0."""
         return self.identity.first
 
     @property
     def name(self) -> str:
-        """``worker 3 of 16``."""
         return f"worker {self.identity.process} of {self.identity.count}"
 
     def control(self, local: Control) -> Control:
-        """Return a control that gives every process the same verdicts."""
         return PodControl(self, local)
 
     def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
-        """Return a sink that stores this host's rows and commits together with the other hosts."""
         return PodSink(self, stream, after_commit)
 
     def report(self, text: str) -> None:
@@ -493,7 +485,6 @@ class Pod:
 
 
 def _line_and_code(error: BaseException) -> tuple[str, int]:
-    """Return the line and the exit code of an error."""
     if isinstance(error, SpileError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -565,7 +556,6 @@ _TOLERANCE = 0.02
 
 
 def log_devices(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
-    """Log the devices of this host."""
     import jax
 
     local, every = jax.local_devices(), jax.device_count()

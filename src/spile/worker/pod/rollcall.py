@@ -97,7 +97,6 @@ class RollConnections:
             self.close()
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):  # the other side may be gone
                 connection.shutdown(socket.SHUT_RDWR)
