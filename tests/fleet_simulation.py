@@ -22,12 +22,11 @@ from spile.data.manifest import StreamEntry, StreamsManifest, stream_name
 from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of
-from spile.fleet.history import History, Pulse
 from spile.fleet.home import FleetHome, Lease
 from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, keep_numbers, plan_workers
+from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, History, Policy, Pulse, keep_numbers, plan_workers
 from spile.launch.supervisor import LaunchCounter
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase

@@ -13,9 +13,18 @@ from fleet.cloud_world import A
 from fleet.prompt import Prompt
 from spile.errors import Damaged, SpecError, UserError
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.home import FLEET, FleetHome
+from spile.fleet.home import (
+    FLEET,
+    PIN,
+    FleetHome,
+    NotDeployed,
+    known_here,
+    parse_deployment,
+    pin_machines,
+    remember_deployment,
+    sha256,
+)
 from spile.fleet.monitor import FleetMonitor, FleetStatus
-from spile.fleet.pins import PIN, NotDeployed, known_here, parse_deployment, pin_machines, remember_deployment, sha256
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile_fakes.cloud_server import FakeCloud

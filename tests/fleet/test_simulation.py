@@ -9,10 +9,9 @@ import pytest
 
 from fleet_simulation import DirectSession, Simulation
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
-from spile.fleet.history import History, Pulse
 from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
-from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.spec import FleetSpec, History, Pulse, plan_workers
 from spile.spec.phase import Phase
 from spile_fakes.cloud import Cloud, CloudTimes
 from spile_fakes.cloud_server import Api

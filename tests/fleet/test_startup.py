@@ -17,10 +17,9 @@ import pytest
 
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import publish
-from spile.fleet.home import FleetHome
+from spile.fleet.home import FleetHome, machine_requirements, pin_machines, sha256
 from spile.fleet.install import build_wheel
 from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.pins import machine_requirements, pin_machines, sha256
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile_fakes.cloud import CloudTimes

@@ -26,10 +26,9 @@ from spile.data.rows import chat_of, parse_row, task_of, text_of
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import read_node, read_operation, read_queued
-from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.home import FleetHome, Lease
 from spile.fleet.provider import NodeRequest
-from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
 from spile.models.families import read_config
 from spile.models.model_files import describe
 from spile.models.safetensors_files import LocalSource, read_index

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import spile
-from spile.fleet.pins import own_pin
+from spile.fleet.home import own_pin
 from spile.objects.machine import machine_region
 from spile.worker.pod.identity import Patience, gce_metadata
 

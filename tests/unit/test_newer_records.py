@@ -11,10 +11,9 @@ import pytest
 
 import spile
 from spile.errors import RunMismatch
-from spile.fleet.history import Bill, History, Pending, WorkerHistory, ZoneBlock
 from spile.fleet.home import Lease, WorkerReport
 from spile.fleet.provider import NodeRequest
-from spile.fleet.spec import FleetSpec, plan_workers
+from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
 from spile.objects import open_folder
 from spile.spec.phase import Phase
 from spile.store.ledger import seal, unseal

@@ -158,8 +158,7 @@ def deploy(
     for confirmation.
     """
     from spile.fleet.deploy import changes, check_access, check_quota, check_root, fleet_bucket, publish
-    from spile.fleet.home import FleetHome, fleet_url
-    from spile.fleet.pins import pin_machines
+    from spile.fleet.home import FleetHome, fleet_url, pin_machines
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
@@ -369,7 +368,7 @@ def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
 
 def _trusted_fleet(provider: Provider, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
-    from spile.fleet.pins import check_pinned
+    from spile.fleet.home import check_pinned
 
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
@@ -491,7 +490,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     from spile.cli.fleet import adjusted, watch_fleet
     from spile.fleet import manage
     from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines
-    from spile.fleet.pins import pin_machines
+    from spile.fleet.home import pin_machines
     from spile.hosts.hosts import Access
 
     results: list[NodeResult] = []
@@ -528,9 +527,8 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, consol
     import time
 
     from spile.fleet import manage
-    from spile.fleet.home import Lease
+    from spile.fleet.home import Lease, sha256
     from spile.fleet.monitor import machine_metadata, startup_script
-    from spile.fleet.pins import sha256
 
     other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
     if other is not None:

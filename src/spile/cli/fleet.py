@@ -163,15 +163,12 @@ def monitor(
     home = fleet_home(root, fleet)
     console = output()
     if home is not None:
-        import os
-
-        from spile.fleet.cloud_tpu import CloudTpu, read_settings
-        from spile.fleet.pins import remember_deployment
+        from spile.fleet.home import remember_deployment
 
         deployed, found = home.read_pinned()
         if deployment is not None:
             remember_deployment(home.folder.url, found, deployment)
-        client = CloudTpu(read_settings(os.environ, project=project or deployed.project))
+        client = _client(home, project)
         if budget is not None:  # It applies to every monitor from now on.
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
         adjust = adjusted(interval, keep_finished)
@@ -239,6 +236,7 @@ _ROOT = Parameter(help="The fleet's gs://bucket/fleet/NAME; or its bucket, with 
 _FLEET = Parameter(help="The name of the fleet, if ROOT is a bucket.")
 _PROJECT = Parameter(help="The Google Cloud project. [default: the fleet's]")
 _JSON = Parameter(name="--json", negative="", help="Print JSON.")
+_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask for confirmation.")
 
 
 def list_fleets(
@@ -285,16 +283,12 @@ def list_fleets(
         return 0
     table = table_of("FLEET", "DONE", "ZONES", "OUTPUT", "STATE", "MONITOR", "PROBLEMS")
     for row in rows:
-        done = f"{row['finished']} of {row['workers']}"
-        table.add_row(
-            str(row["name"]),
-            done,
+        done, zones, problems = (
+            f"{row['finished']} of {row['workers']}",
             ",".join(row["zones"]),
-            str(row["output"]),
-            str(row["state"]),
-            row["monitor"] or "none",
             "; ".join(row["problems"]),
         )
+        table.add_row(row["name"], done, zones, row["output"], row["state"], row["monitor"] or "none", problems)
     console.print(table)
     return 0
 
@@ -326,7 +320,7 @@ def stop(
             name="--wait", negative="--async", help="Wait until the machines are deleted. --async returns at once."
         ),
     ] = True,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="", help="Do not ask for confirmation.")] = False,
+    yes: Annotated[bool, _YES] = False,
 ) -> int:
     """Stop a fleet: create no more machines and delete the existing ones. Stored data is kept.
 
@@ -363,14 +357,17 @@ def _client(home: FleetHome, project: str | None) -> CloudTpu:
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
 
 
-_YES = Parameter(name=["--yes", "-y"], negative="", help="Do not ask for confirmation.")
 _WAIT = Parameter(name="--wait", negative="--async", help="Wait until it is done. --async returns at once.")
 _PLACE = PlaceFlags()
 _MACHINES = MachineFlags()
 
 
-def _console() -> Console:
-    return output(soft_wrap=True)
+def _planned(place: PlaceFlags, workers_per_zone: int) -> set[tuple[str, str]]:
+    """Return zone and name of the first machines of each zone."""
+    from spile.fleet.spec import plan_workers
+
+    planned = plan_workers(place.zone_list(), workers_per_zone, prefix=place.name_prefix)
+    return {(worker.zone, worker.name) for worker in planned}
 
 
 def create(
@@ -409,7 +406,7 @@ def create(
         raise SpecError("--queued-id", expected="--node-prefix as well", found="--queued-id alone")
     for zone in fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
-    console = _console()
+    console = output(soft_wrap=True)
     console.print(f"{fleet.machine.accelerator_type}, {fleet.tier}", markup=False)
     if node_prefix:
         results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
@@ -464,9 +461,9 @@ def delete(
     from spile.fleet import manage
     from spile.fleet.home import refuse_monitored
     from spile.fleet.manage import NodeResult
-    from spile.fleet.spec import owns, plan_workers
+    from spile.fleet.spec import owns
 
-    client, console = place.client(), _console()
+    client, console = place.client(), output(soft_wrap=True)
     zones = place.zone_list()
     if queued := queued_id or node_prefix:
         confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes, console=console)
@@ -474,9 +471,7 @@ def delete(
     nodes = manage.list_nodes(client, zones)
     mine, foreign = [node for node in nodes if owns(place.fleet, node)], []
     if workers_per_zone is not None:
-        names = {
-            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
-        }
+        names = _planned(place, workers_per_zone)
         mine = [node for node in mine if (node.zone, node.name) in names]
         foreign = [node for node in nodes if (node.zone, node.name) in names and not owns(place.fleet, node)]
     code = print_results(
@@ -515,8 +510,7 @@ def tpu_status(
         there = {(node.zone, node.name): node for node in nodes}
         planned = plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
         shown = [
-            there.get((worker.zone, worker.name)) or Node(worker.name, worker.zone, NodeState.NOT_FOUND)
-            for worker in planned
+            there.get((each.zone, each.name)) or Node(each.name, each.zone, NodeState.NOT_FOUND) for each in planned
         ]
     _show(shown, place.fleet, as_json, queued)
     return 0
@@ -543,17 +537,15 @@ def recreate_preempted(
     """Delete the fleet's preempted, terminated and stopped machines and create each of them again."""
     from spile.fleet import manage
     from spile.fleet.provider import Life
-    from spile.fleet.spec import owns, plan_workers
+    from spile.fleet.spec import owns
 
-    client, console = place.client(), _console()
+    client, console = place.client(), output(soft_wrap=True)
     zones = place.zone_list()
     fleet = MachineFlags(workers_per_zone=workers_per_zone or 1).fleet(place, client.project)
     nodes = manage.list_nodes(client, zones)
     dead = [node for node in nodes if owns(place.fleet, node) and node.state.life is Life.DEAD]
     if workers_per_zone is not None:
-        names = {
-            (worker.zone, worker.name) for worker in plan_workers(zones, workers_per_zone, prefix=place.name_prefix)
-        }
+        names = _planned(place, workers_per_zone)
         dead = [node for node in dead if (node.zone, node.name) in names]
     if not dead:
         console.print(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
@@ -565,20 +557,8 @@ def recreate_preempted(
 def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
     from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
 
-    rows = [
-        {
-            "name": node.name,
-            "zone": node.zone,
-            "state": node.state.value,
-            "type": node.accelerator_type,
-            "preemptible": node.preemptible,
-            "fleet": node.labels.get(FLEET_LABEL),
-            "worker": node.labels.get(WORKER_LABEL),
-            "addresses": [end.external or end.internal for end in node.endpoints],
-        }
-        for node in nodes
-    ]
-    rows += [
+    every: list[Node | QueuedResource] = [*nodes, *queued]
+    rows: list[dict[str, Any]] = [
         {
             "name": each.name,
             "zone": each.zone,
@@ -589,8 +569,11 @@ def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Seque
             "worker": None,
             "addresses": [],
         }
-        for each in queued
+        for each in every
     ]
+    for row, node in zip(rows, nodes, strict=False):
+        row["preemptible"], row["worker"] = node.preemptible, node.labels.get(WORKER_LABEL)
+        row["addresses"] = [end.external or end.internal for end in node.endpoints]
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -600,7 +583,7 @@ def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Seque
         addresses = row["addresses"]
         first = addresses[0] if isinstance(addresses, list) and addresses else ""
         table.add_row(*map(str, words), str(first))
-    console = _console()
+    console = output(soft_wrap=True)
     console.print(table)
     counted = {node.state.value for node in nodes}
     parts = [f"{sum(node.state == state for node in nodes)} {state}" for state in sorted(counted)]

@@ -36,12 +36,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
-from spile.fleet.history import Verdict
-from spile.fleet.home import FleetHome, WorkerReport
+from spile.fleet.home import FleetHome, WorkerReport, own_pin
 from spile.fleet.manage import hosts_of
-from spile.fleet.pins import own_pin
 from spile.fleet.provider import Node, NodeState
-from spile.fleet.spec import FleetSpec, Worker, owns, worker_of
+from spile.fleet.spec import FleetSpec, Verdict, Worker, owns, worker_of
 from spile.hosts.hosts import Host
 from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
 from spile.objects.folder import Folder, NotFound, Removal

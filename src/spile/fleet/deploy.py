@@ -21,11 +21,10 @@ from spile.data.split import make_streams
 from spile.data.stream import lines_needed
 from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, check_roles
-from spile.fleet.home import STARTUP, FleetHome, fleets_of
+from spile.fleet.home import REQUIREMENTS, STARTUP, FleetHome, fleets_of, machine_requirements, sha256
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
 from spile.fleet.monitor import machine_metadata, startup_script
-from spile.fleet.pins import REQUIREMENTS, machine_requirements, sha256
 from spile.fleet.provider import Life, NodeState, Provider, Quota, QuotaLimit
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host

@@ -13,9 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 import spile
-from spile.fleet.home import FLEET, STARTUP
+from spile.fleet.home import FLEET, REQUIREMENTS, REQUIREMENTS_CUDA, STARTUP, machine_requirements, sha256
 from spile.fleet.monitor import startup_script
-from spile.fleet.pins import REQUIREMENTS, REQUIREMENTS_CUDA, machine_requirements, sha256
 from spile.hosts.files import copy_to, load
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Launched, launch

@@ -15,10 +15,8 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
-from spile.fleet.history import History, Observed, Pulse, WorkerHistory, spec_zones
-from spile.fleet.home import FleetHome, Holder, Lease, WorkerReport
+from spile.fleet.home import PIN, FleetHome, Holder, Lease, WorkerReport, check_pinned
 from spile.fleet.manage import Metadata, delete_queued_of, request_for, slice_secret
-from spile.fleet.pins import PIN, check_pinned
 from spile.fleet.provider import (
     Life,
     Missing,
@@ -43,7 +41,7 @@ from spile.fleet.reconcile import (
     record,
     update_history,
 )
-from spile.fleet.spec import FleetSpec, Worker, owns
+from spile.fleet.spec import FleetSpec, History, Observed, Pulse, Worker, WorkerHistory, owns, spec_zones
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase

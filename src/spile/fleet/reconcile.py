@@ -8,9 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from spile.errors import SpileError
-from spile.fleet.history import Bill, History, Observed, Pending, Pulse, Verdict, WorkerHistory, ZoneBlock
 from spile.fleet.provider import Life, LostReply, Missing, Node, NodeState, Operation, Quota, Stockout, Unavailable
-from spile.fleet.spec import FleetSpec, Policy, Worker
+from spile.fleet.spec import (
+    Bill,
+    FleetSpec,
+    History,
+    Observed,
+    Pending,
+    Policy,
+    Pulse,
+    Verdict,
+    Worker,
+    WorkerHistory,
+    ZoneBlock,
+)
 
 
 def past_of(history: History, worker: Worker) -> WorkerHistory:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from spile.errors import SpecError
-from spile.fleet.history import History, Observed, Pending, Pulse, WorkerHistory, ZoneBlock, spec_zones
 from spile.fleet.monitor import events_between
 from spile.fleet.provider import (
     LostReply,
@@ -21,7 +20,20 @@ from spile.fleet.provider import (
     Stockout,
 )
 from spile.fleet.reconcile import Action, ActionOutcome, FleetCase, decide, delay, intend, record, update_history
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Policy, plan_workers
+from spile.fleet.spec import (
+    FLEET_LABEL,
+    WORKER_LABEL,
+    FleetSpec,
+    History,
+    Observed,
+    Pending,
+    Policy,
+    Pulse,
+    WorkerHistory,
+    ZoneBlock,
+    plan_workers,
+    spec_zones,
+)
 from spile.spec.phase import Phase
 
 A, B = "us-central1-a", "us-central1-b"
