@@ -22,7 +22,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
@@ -35,7 +35,7 @@ from spile.fleet.provider import Node, Provider
 from spile.fleet.reconcile import Action, ActionOutcome
 from spile.fleet.spec import FleetSpec, History, Verdict, owns, spec_zones
 from spile.objects import open_folder
-from spile.objects.folder import Folder, NotFound, Removal
+from spile.objects.folder import Folder, NotFound, Removal, get_if_present
 from spile.objects.machine import ask_metadata, google_metadata_url
 from spile.spec.phase import Phase
 from spile.spec.records import typed_fields
@@ -175,9 +175,8 @@ class FleetHome:
     def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
         """Return an order to this deployment. Orders do not carry over to the next one."""
         key = f"orders/{name}.json"
-        try:
-            data = self.folder.get(key)
-        except NotFound:
+        data = get_if_present(self.folder, key)
+        if data is None:
             return {}
         with untrusted(Damaged, f"{self.folder.url}/{key} is not an order", fix="remove it"):
             order = typed_fields(_Order, json.loads(data))
@@ -344,9 +343,8 @@ class Lease:
 
     def _last(self) -> Holder | None:
         for number in reversed(self._numbers()):
-            try:
-                data = self._folder.get(_key(number))
-            except NotFound:  # Deleted by a later monitor meanwhile.
+            data = get_if_present(self._folder, _key(number))
+            if data is None:  # Deleted by a later monitor meanwhile.
                 continue
             with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is not a lease", fix="remove it"):
                 found = json.loads(data)
@@ -500,7 +498,12 @@ def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) ->
             nodes = provider.nodes(zone)
         except (CloudError, UserError):  # The monitor's round reports a zone that does not answer.
             continue
-        if any(_names(node.metadata, home, found) for node in nodes if owns(fleet.name, node)):
+        pinned = [
+            each.metadata.get(PIN)
+            for each in nodes
+            if each.metadata.get("spile-home") == home and owns(fleet.name, each)
+        ]
+        if found in pinned:
             remember(home, found)
             return None
     return NotDeployed(
@@ -510,7 +513,3 @@ def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) ->
         fix="if spile deploy printed this hash on another computer, run spile monitor "
         f"{home} --deployment sha256:{found}; if not, check who can write to the bucket, and deploy again",
     )
-
-
-def _names(metadata: Mapping[str, str], home: str, pin: str) -> bool:
-    return metadata.get("spile-home") == home and metadata.get(PIN) == pin

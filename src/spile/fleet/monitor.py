@@ -488,7 +488,8 @@ class FleetMonitor:
         idle: set[str] = set()
         for worker in self.fleet.workers:
             past = past_of(done.history, worker)
-            node = _best(own.get(worker.id, []))
+            nodes = own.get(worker.id, [])
+            node = min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
             fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
             if node is not None and not sick:
                 health = health_of(WorkerCase(self.fleet, worker, past, now, done.observed), node)
@@ -567,10 +568,6 @@ def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
 def _refusal(done: Round) -> UserError | None:
     refused = [problem for problem in done.problems if isinstance(problem, UserError)]
     return refused[0] if refused and len(refused) == len(done.observed.unanswered) and not done.observed.nodes else None
-
-
-def _best(nodes: list[Node]) -> Node | None:
-    return min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
 
 
 Kind = Literal["given up", "budget", "stopped", "finished", "silent", "no machine"]

@@ -206,7 +206,8 @@ class LocalEngine:
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is only one machine)
         share = self._free.pop(0)
         env = {**share.env, **task.env}
-        process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=self._log(task.stream))
+        log = _LogFile(None if self._log_dir is None else self._log_dir / f"stream_{task.stream:03d}.log")
+        process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=log)
         self._running[task.stream] = process, share
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
@@ -241,9 +242,6 @@ class LocalEngine:
         self.kill()
         for process, _ in self._running.values():
             process.wait(5.0)
-
-    def _log(self, stream: int) -> _LogFile:
-        return _LogFile(None if self._log_dir is None else self._log_dir / f"stream_{stream:03d}.log")
 
 
 class _LogFile:

@@ -260,6 +260,14 @@ class Removal:
 T = TypeVar("T")
 
 
+def get_if_present(folder: Folder, key: str) -> bytes | None:
+    """Return the whole object, or None if it does not exist."""
+    try:
+        return folder.get(key)
+    except NotFound:
+        return None
+
+
 def read_ahead(calls: Iterable[Callable[[], T]], depth: int, *, threads: int | None = None) -> Iterator[T]:
     """Yield the result of each call, in order, while the next calls run in threads.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from spile.objects.folder import Folder, NotFound, ObjectInfo, Stats, Unfinished, Unwritable, Writer
+from spile.objects.folder import Folder, ObjectInfo, Stats, Unfinished, Unwritable, Writer, get_if_present
 
 
 class _BothWriters:
@@ -105,12 +105,10 @@ class MirrorFolder:
 
     def _complete_copy(self, key: str, data: bytes) -> None:
         """Write an object of the home to the copy, unless another dataset's object is there."""
-        try:
-            found = self.copy.get(key)
-        except NotFound:
+        found = get_if_present(self.copy, key)
+        if found is None:
             self.copy.put(key, data)
-            return
-        if found != data:
+        elif found != data:
             raise Unwritable(
                 f"{self.copy.url} is not a copy of {self.home.url}",
                 expected=f"an empty folder, or one with the same {key}",

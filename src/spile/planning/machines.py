@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
@@ -27,18 +27,8 @@ Shape = tuple[int, ...]
 _FLAT: tuple[Shape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CORES: tuple[Shape, ...] = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
 _CUBES: tuple[Shape, ...] = (
-    (2, 2, 1),
-    (2, 2, 2),
-    (2, 2, 4),
-    (2, 4, 4),
-    (4, 4, 4),
-    (4, 4, 8),
-    (4, 8, 8),
-    (8, 8, 8),
-    (8, 8, 12),
-    (8, 8, 16),
-    (8, 16, 16),
-    (16, 16, 16),
+    *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
+    *((4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16), (8, 16, 16), (16, 16, 16)),
 )
 
 
@@ -199,11 +189,8 @@ def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     family, mark, size = _split(word)
     generation = BY_SPELLING.get(family)
     if generation is None or not mark:
-        raise SpecError(
-            "--topology",
-            expected=f"a machine such as {', '.join(_examples(prices))}",
-            found=repr(text),
-        )
+        examples = ", ".join(["v3-8", "v4-8", "v5litepod-64", "v5e:8x8", "v5p-8", "v6e-8", *sorted(prices.machines)])
+        raise SpecError("--topology", expected=f"a machine such as {examples}", found=repr(text))
     shape = _grid(generation, size, text) if mark == ":" else _counted(generation, size, text)
     machine = _slice(generation, shape)
     return replace(machine, price=prices.of(machine))
@@ -213,10 +200,6 @@ def _split(word: str) -> tuple[str, str, str]:
     """``v5litepod-64`` → its family, the mark and its size; the families hold dashes themselves."""
     match = re.fullmatch(r"(?P<family>.+?)(?P<mark>[:-])(?P<size>\d+(?:x\d+)*)", word)
     return (match["family"], match["mark"], match["size"]) if match else (word, "", "")
-
-
-def _examples(prices: Prices) -> Iterable[str]:
-    return ["v3-8", "v4-8", "v5litepod-64", "v5e:8x8", "v5p-8", "v6e-8", *sorted(prices.machines)]
 
 
 def _offered(generation: Generation) -> str:

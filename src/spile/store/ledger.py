@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, from_hex, to_hex
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder, get_if_present
 from spile.spec.ranges import Ranges
 from spile.spec.sample import QUARANTINED, Part, Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
@@ -149,12 +149,7 @@ class ShardRecord:
             statistics=dict(fields.get("statistics") or {}),
             predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
         )
-        numbers = (
-            record.size,
-            record.tokens,
-            *record.header,
-            *record.samples.bounds(),
-        )
+        numbers = (record.size, record.tokens, *record.header, *record.samples.bounds())
         if not 0 <= min(numbers) <= max(numbers) < _MOST or record.header[0] > record.size:
             raise ValueError(f"{record.name!r} has an invalid shard number")
         answers = record.predictions
@@ -387,7 +382,7 @@ def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit
     """Yield commits that a listing missed: beyond 9999, a new name may sort before those already listed."""
     lost = absent
     if len(absent) <= _ASKED_FOR:
-        found = {number: data for number in absent if (data := _data(folder, commit_key(number))) is not None}
+        found = {number: data for number in absent if (data := get_if_present(folder, commit_key(number))) is not None}
         lost = absent - Ranges.of(found)
     if lost:
         raise Damaged(
@@ -398,13 +393,6 @@ def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit
         )
     for number, data in found.items():
         yield _checked(Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}"), number, folder.url)
-
-
-def _data(folder: Folder, key: str) -> bytes | None:
-    try:
-        return folder.get(key)
-    except NotFound:
-        return None
 
 
 def _checked(commit: Commit, number: int, url: str) -> Commit:

@@ -221,7 +221,10 @@ def read_trials(folder: Folder) -> Trials | None:
         found = json.loads(folder.get(SUSPECTS))
         return Trials(
             stream=str(found["stream"]),
-            groups=tuple(_group(each) for each in found["groups"]),
+            groups=tuple(
+                Suspects(_ranges(each["samples"]), tuple(map(str, each["causes"])), int(each["alone"]))
+                for each in found["groups"]
+            ),
             careful=int(found["careful"]),
             trial=_ranges(found["trial"]),
             controlled=bool(found["controlled"]),
@@ -248,10 +251,6 @@ def write_trials(folder: Folder, trials: Trials) -> None:
         "process": os.getpid(),
     }
     folder.put(SUSPECTS, json.dumps(record).encode() + b"\n")
-
-
-def _group(found: Any) -> Suspects:
-    return Suspects(_ranges(found["samples"]), tuple(map(str, found["causes"])), int(found["alone"]))
 
 
 def _ranges(found: Any) -> Ranges:

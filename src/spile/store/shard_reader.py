@@ -289,12 +289,9 @@ class ShardReader:
         if path is None:
             return memoryview(self.folder.get_range(self.record.name, start, length))
         target = np.empty(length, np.uint8).data
-        self._fill(path, start, target)
-        return target
-
-    def _fill(self, path: Path, start: int, target: memoryview) -> None:
         if read_into(path / self.record.name, start, target) != len(target):
             self.raise_cut_short()
+        return target
 
     def raise_cut_short(self) -> NoReturn:
         """Raise the error for a file that is shorter than its commit states."""

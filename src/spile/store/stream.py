@@ -13,7 +13,7 @@ from typing import Any
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
 from spile.objects import is_remote, open_folder, split
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder, NotFound, get_if_present
 from spile.objects.mirror import home_of
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
@@ -149,7 +149,7 @@ def write_spec(root: Folder, spec: RunSpec) -> str:
     The number of the stream is not stored: every worker of the run starts from the same file.
     """
     content = spec.for_stream(0).to_json()
-    if _stored_spec(root) != content:
+    if get_if_present(root, SPEC) != content:
         root.put(SPEC, content)
     return f"{root.url}/{SPEC}"
 
@@ -172,7 +172,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
     with suppress(SpecError):  # A damaged spec.json is replaced.
-        other = RunSpec.from_json(_stored_spec(root), f"{root.url}/{SPEC}")
+        other = RunSpec.from_json(get_if_present(root, SPEC) or b"", f"{root.url}/{SPEC}")
         theirs["taps"], ours["taps"] = (
             [str(tap) for tap in select_taps(each.taps, each.layers, run.n_layers, each.heads, each.top_k)]
             for each in (other, spec)
@@ -182,13 +182,6 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
         raise mismatch(
             f"{root.url} was created with other settings", differing, "give the same settings, or another --output"
         )
-
-
-def _stored_spec(root: Folder) -> bytes:
-    try:
-        return root.get(SPEC)
-    except NotFound:
-        return b""
 
 
 def _stated(spec: RunSpec) -> dict[str, Any]:
@@ -260,10 +253,9 @@ def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
 
 
 def _read(root: Folder) -> dict[str, Any] | None:
-    try:
-        record = unseal(root.get(RUN), f"{root.url}/{RUN}", RUN_FORMATS)
-    except NotFound:
+    if (data := get_if_present(root, RUN)) is None:
         return None
+    record = unseal(data, f"{root.url}/{RUN}", RUN_FORMATS)
     if not isinstance(record.get("numbers"), dict):
         raise Damaged(f"{root.url}/{RUN} is not the record of a run", expected="an object named numbers")
     return record
@@ -313,12 +305,7 @@ class StreamStore:
         with self._lock:
             self._begun = number if number is not None else max(self._begun, self._ledger.commits) + 1
             name = shard_name(self._begun, self.attempt, host)
-        return ShardBuilder(
-            self.folder,
-            name,
-            samples,
-            self.record.schema(self.run, self.statistics),
-        )
+        return ShardBuilder(self.folder, name, samples, self.record.schema(self.run, self.statistics))
 
     def commit(
         self,
@@ -572,11 +559,10 @@ _COUNTS = ("lines", "samples", "streams", "head")
 
 def read_stream(folder: Folder) -> StreamRecord | None:
     """Read the ``stream.json`` of a stream's folder; return None if there is none."""
-    where = f"{folder.url}/{STREAM}"
-    try:
-        fields = unseal(folder.get(STREAM), where, STREAM_FORMATS)
-    except NotFound:
+    if (data := get_if_present(folder, STREAM)) is None:
         return None
+    where = f"{folder.url}/{STREAM}"
+    fields = unseal(data, where, STREAM_FORMATS)
     with untrusted(Damaged, f"{where} is not the record of a stream"):
         counts = {name: None if fields.get(name) is None else int(fields[name]) for name in _COUNTS}
         if (counts["lines"] is None) == (counts["head"] is None):

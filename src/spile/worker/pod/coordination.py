@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import IO, Any
 
 from spile.errors import PodError
@@ -77,16 +77,12 @@ def start_service(host: str, count: int, linger: float) -> Service:
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=_quiet(os.environ),
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     line = process.stdout.readline().strip() if process.stdout is not None else ""
     if not line:
         raise PodError(f"the coordination service could not start on {host}", fix="see the lines above")
     return Service(process, line)
-
-
-def _quiet(environment: Mapping[str, str]) -> dict[str, str]:
-    return {**environment, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 class Coordination:
@@ -178,12 +174,10 @@ class Coordination:
                 raise
             raise late from error
 
-    def _alive(self) -> dict[str, str]:
-        return Coordination(self._client, self.identity).entries("alive")
-
     def _late_error(self, name: str, timeout: float) -> PodError | None:
         here = {int(process) for process in self.entries(f"at/{name}")}
-        reports = {int(process): text.partition("\t")[2] for process, text in self._alive().items()}
+        alive = Coordination(self._client, self.identity).entries("alive")
+        reports = {int(process): text.partition("\t")[2] for process, text in alive.items()}
         missing = [process for process in range(self.identity.count) if process not in here]
         if not missing:
             return None

@@ -208,7 +208,7 @@ def find_identity(
 
     ``hosts`` is the number of hosts of ``--topology``. ``detect`` returns coordinator, count and number.
     """
-    found = _from_flags(coordinator_address, process_id, num_processes)
+    found = _Found(process_id, num_processes, (), coordinator_address, "flags")
     no_answer: NoMetadata | None = None
     if num_processes != 1 and None in (coordinator_address, process_id, num_processes):
         described, no_answer = _from_metadata(metadata, environment)
@@ -291,10 +291,6 @@ def _merged(*sources: _Found) -> _Found:
         if known != before:
             names.append(found.source)
     return replace(known, source=", ".join(names))
-
-
-def _from_flags(coordinator: str | None, process: int | None, count: int | None) -> _Found:
-    return _Found(process, count, (), coordinator, "flags")
 
 
 def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[_Found, NoMetadata | None]:
