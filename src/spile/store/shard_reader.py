@@ -314,64 +314,42 @@ _Array = npt.NDArray[Any]
 
 
 class JoinedShard(ShardReader):
-    """Reads a stream's own shard together with the shards of its added taps."""
+    """Reads a stream's own shard together with the shards of its added taps, each from the file that contains it."""
 
     def __init__(self, own: ShardReader, added: Mapping[str, ShardReader]) -> None:
         super().__init__(own.folder, own.record, **own.belongs)
-        self._added = added
-        """The readers of added taps, by tap."""
-
-    def _added_reader(self, name: str) -> ShardReader | None:
-        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE))
+        self._own, self._added = own, added
 
     def of(self, name: str) -> ShardReader:
-        """Return the reader of the file that contains a tensor."""
-        return self._added_reader(name) or self
+        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE), self._own)
+
+    @property
+    def header(self) -> ShardHeader:
+        return self._own.header
 
     def place(self, name: str) -> TensorPlace:
-        """Return the place of a tensor in the file that contains it."""
-        other = self._added_reader(name)
-        return super().place(name) if other is None else other.place(name)
+        return self.of(name).place(name)
 
     def read_tensor(self, name: str) -> _Array:
-        """Return a whole tensor that is not a tap."""
-        other = self._added_reader(name)
-        return super().read_tensor(name) if other is None else other.read_tensor(name)
+        return self.of(name).read_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> _Array:
-        """Return rows ``start`` to ``stop`` of a tensor."""
-        other = self._added_reader(name)
-        return super().rows(name, start, stop) if other is None else other.rows(name, start, stop)
+        return self.of(name).rows(name, start, stop)
 
     def drop_cached(self, name: str, start: int, stop: int) -> None:
-        """Ask the system to drop rows from the page cache."""
-        other = self._added_reader(name)
-        if other is None:
-            super().drop_cached(name, start, stop)
-        else:
-            other.drop_cached(name, start, stop)
+        self.of(name).drop_cached(name, start, stop)
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
-        """Return the dtype in which a tap's rows are returned, and their width."""
-        other = self._added_reader(name)
-        return super().row_type(name) if other is None else other.row_type(name)
+        return self.of(name).row_type(name)
 
     def decoded(self, name: str, start: int, rows: _Array) -> _Array:
-        """Decode stored rows."""
-        other = self._added_reader(name)
-        return super().decoded(name, start, rows) if other is None else other.decoded(name, start, rows)
+        return self.of(name).decoded(name, start, rows)
 
     def chunk_bytes(self, name: str) -> int:
-        """Return the length of a tensor's chunks in bytes."""
-        other = self._added_reader(name)
-        return super().chunk_bytes(name) if other is None else other.chunk_bytes(name)
+        return self.of(name).chunk_bytes(name)
 
     def chunk_rows(self, tap: str) -> int:
-        """Return the number of rows in a chunk of a tap."""
-        other = self._added_reader(tap)
-        return super().chunk_rows(tap) if other is None else other.chunk_rows(tap)
+        return self.of(tap).chunk_rows(tap)
 
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
-        """Return the bytes of chunks ``begin`` to ``end`` of a tensor, checked."""
-        other = self._added_reader(name)
-        return super().chunks(name, begin, end) if other is None else other.chunks(name, begin, end)
+        return self.of(name).chunks(name, begin, end)
