@@ -83,14 +83,8 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> tuple[Pa
     from huggingface_hub import errors, snapshot_download
 
     try:
-        folder = Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=list(files),
-                endpoint=os.environ.get("HF_ENDPOINT") or None,
-            )
-        )
+        endpoint = os.environ.get("HF_ENDPOINT") or None
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(files), endpoint=endpoint))
     except errors.GatedRepoError as error:
         raise ModelError(f"{name} is gated on the hub", fix=_token_fix(name)) from error
     except errors.RevisionNotFoundError as error:
@@ -202,14 +196,11 @@ class ModelFiles:
             for start in range(0, max(size, 1), _HASH_CHUNK)
         ]
         with ThreadPoolExecutor(8) as threads:
-            sums = list(threads.map(lambda part: self._checksum(part[0], part[2], part[3]), parts))
+            sums = list(threads.map(lambda part: crc32c(self.source.read(part[0], part[2], part[3]).data), parts))
         content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
         adapted = [] if self.adapter is None else [self.adapter.digest()]
         canonical = json.dumps([self.config.meaning(), content, *adapted], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
-
-    def _checksum(self, file: str, start: int, length: int) -> int:
-        return crc32c(self.source.read(file, start, length).data)
 
     def tokenizer_hash(self) -> str:
         """Return a hash over the tokenizer's files: 64 hex digits."""
@@ -236,8 +227,6 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
     if name == EMBEDDED:
         return _in_folder(name, Path(__file__).parent / "embedded", None, weights, read)
     if bucket:
-        from spile.models.model_files import find_in_bucket
-
         return find_in_bucket(name, weights=weights, read=read)
     if path.is_dir():
         return _in_folder(name, path, None, weights, read)
@@ -247,8 +236,6 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
             expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",
             found="a file" if path.exists() else "neither",
         )
-    from spile.models.model_files import download
-
     folder, commit = download(name, revision, weights=weights)
     return _in_folder(name, folder, commit, weights, read)
 

@@ -180,7 +180,6 @@ def _joined(stacked: Mapping[int, Piece], tensor: Tensor) -> Piece:
 Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
 """A function from a tensor's logical axes and shape to its sharding."""
 
-_THREADS_loading = 8
 _MOST_WAITING = 2 << 30
 """The most numbers that are read but not yet on their devices, besides the tensor that was read last."""
 
@@ -231,14 +230,14 @@ def load(
         array = waiting.popleft()[1].result()
         arrays.append(array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype)))
 
-    with ThreadPoolExecutor(_THREADS_loading) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         try:
             for leaf in leaves:
                 place = None if sharding is None else sharding(leaf.tensor.axes, leaf.tensor.shape)
                 piece = leaf.piece(pieces)
                 waiting.append((leaf.tensor.size, threads.submit(_place, files.source, piece, place)))
                 # Limit the number of unconverted tensors.
-                while len(waiting) > 2 * _THREADS_loading or sum(size for size, _ in waiting) > _MOST_WAITING:
+                while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MOST_WAITING:
                     settle()
             while waiting:
                 settle()

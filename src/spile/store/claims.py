@@ -230,12 +230,7 @@ def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
 def _read_owner(root: Folder, key: str) -> str:
     try:
         return str(json.loads(root.get(key))["worker"])
-    except (
-        NotFound,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # Other programs can write to the bucket too, so a claim that cannot be parsed has no owner.
+    except (NotFound, ValueError, KeyError, TypeError):  # Other programs can write to the bucket too.
         return ""
 
 

@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from spile.errors import ModelError, UnsupportedModel
@@ -63,7 +62,7 @@ class Names:
     written: str = "model."
     """The prefix that most files have; error messages use it."""
     once: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType({"embed": "embed_tokens.weight", "final_norm": "norm.weight"})
+        default_factory=lambda: {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
     )
     """Field of :class:`spile.models.params.Params` → name in the file."""
     head: str = "lm_head.weight"
@@ -116,42 +115,38 @@ class Names:
 def extend(more: Mapping[str, str | Fused], base: Names | None = None) -> Names:
     """Return ``base`` (by default :data:`PLAIN`) with these layer tensors added or replaced."""
     base = PLAIN if base is None else base
-    return replace(base, layer=MappingProxyType({**base.layer, **more}))
+    return replace(base, layer={**base.layer, **more})
 
 
 PLAIN = Names(
-    layer=MappingProxyType(
-        {
-            "input_layernorm.weight": "attn_norm",
-            "self_attn.q_proj.weight": "q",
-            "self_attn.k_proj.weight": "k",
-            "self_attn.v_proj.weight": "v",
-            "self_attn.o_proj.weight": "o",
-            "self_attn.q_proj.bias": "q_bias",
-            "self_attn.k_proj.bias": "k_bias",
-            "self_attn.v_proj.bias": "v_bias",
-            "self_attn.o_proj.bias": "o_bias",
-            "self_attn.q_norm.weight": "q_norm",
-            "self_attn.k_norm.weight": "k_norm",
-            "post_attention_layernorm.weight": "mlp_norm",
-            "mlp.gate_proj.weight": "gate",
-            "mlp.up_proj.weight": "up",
-            "mlp.down_proj.weight": "down",
-            "mlp.gate_proj.bias": "gate_bias",
-            "mlp.up_proj.bias": "up_bias",
-            "mlp.down_proj.bias": "down_bias",
-        }
-    ),
+    layer={
+        "input_layernorm.weight": "attn_norm",
+        "self_attn.q_proj.weight": "q",
+        "self_attn.k_proj.weight": "k",
+        "self_attn.v_proj.weight": "v",
+        "self_attn.o_proj.weight": "o",
+        "self_attn.q_proj.bias": "q_bias",
+        "self_attn.k_proj.bias": "k_bias",
+        "self_attn.v_proj.bias": "v_bias",
+        "self_attn.o_proj.bias": "o_bias",
+        "self_attn.q_norm.weight": "q_norm",
+        "self_attn.k_norm.weight": "k_norm",
+        "post_attention_layernorm.weight": "mlp_norm",
+        "mlp.gate_proj.weight": "gate",
+        "mlp.up_proj.weight": "up",
+        "mlp.down_proj.weight": "down",
+        "mlp.gate_proj.bias": "gate_bias",
+        "mlp.up_proj.bias": "up_bias",
+        "mlp.down_proj.bias": "down_bias",
+    },
 )
 """The names of Llama, which most families use. The config decides which of them a model must have."""
 
-SANDWICH: Mapping[str, str | Fused] = MappingProxyType(
-    {
-        "post_attention_layernorm.weight": "attn_post_norm",
-        "pre_feedforward_layernorm.weight": "mlp_norm",
-        "post_feedforward_layernorm.weight": "mlp_post_norm",
-    }
-)
+SANDWICH: Mapping[str, str | Fused] = {
+    "post_attention_layernorm.weight": "attn_post_norm",
+    "pre_feedforward_layernorm.weight": "mlp_norm",
+    "post_feedforward_layernorm.weight": "mlp_post_norm",
+}
 """The norms of Gemma 2 and 3, before and after attention and MLP."""
 
 VISION_PREFIX = r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?"

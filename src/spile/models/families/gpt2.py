@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from spile.models.architecture import ModelConfig, Rope
 from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
 
@@ -34,31 +32,27 @@ FAMILY = Family(
     names=Names(
         prefix=r"(?:transformer\.)?",
         written="transformer.",
-        once=MappingProxyType(
-            {
-                "embed": "wte.weight",
-                "positions": "wpe.weight",
-                "final_norm": "ln_f.weight",
-                "final_norm_bias": "ln_f.bias",
-            }
-        ),
+        once={
+            "embed": "wte.weight",
+            "positions": "wpe.weight",
+            "final_norm": "ln_f.weight",
+            "final_norm_bias": "ln_f.bias",
+        },
         layers="h",
-        layer=MappingProxyType(
-            {
-                "ln_1.weight": "attn_norm",
-                "ln_1.bias": "attn_norm_bias",
-                "attn.c_attn.weight": Fused(("q", "k", "v"), "columns"),
-                "attn.c_attn.bias": Fused(("q_bias", "k_bias", "v_bias")),
-                "attn.c_proj.weight": Fused(("o",), "columns"),
-                "attn.c_proj.bias": "o_bias",
-                "ln_2.weight": "mlp_norm",
-                "ln_2.bias": "mlp_norm_bias",
-                "mlp.c_fc.weight": Fused(("up",), "columns"),
-                "mlp.c_fc.bias": "up_bias",
-                "mlp.c_proj.weight": Fused(("down",), "columns"),
-                "mlp.c_proj.bias": "down_bias",
-            }
-        ),
+        layer={
+            "ln_1.weight": "attn_norm",
+            "ln_1.bias": "attn_norm_bias",
+            "attn.c_attn.weight": Fused(("q", "k", "v"), "columns"),
+            "attn.c_attn.bias": Fused(("q_bias", "k_bias", "v_bias")),
+            "attn.c_proj.weight": Fused(("o",), "columns"),
+            "attn.c_proj.bias": "o_bias",
+            "ln_2.weight": "mlp_norm",
+            "ln_2.bias": "mlp_norm_bias",
+            "mlp.c_fc.weight": Fused(("up",), "columns"),
+            "mlp.c_fc.bias": "up_bias",
+            "mlp.c_proj.weight": Fused(("down",), "columns"),
+            "mlp.c_proj.bias": "down_bias",
+        },
         unused=(r"h\.\d+\.attn\.(?:masked_)?bias",),
     ),
 )

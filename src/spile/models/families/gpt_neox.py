@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope
 
@@ -45,30 +43,26 @@ FAMILY = Family(
     names=Names(
         prefix=r"(?:gpt_neox\.)?",
         written="gpt_neox.",
-        once=MappingProxyType(
-            {
-                "embed": "embed_in.weight",
-                "final_norm": "final_layer_norm.weight",
-                "final_norm_bias": "final_layer_norm.bias",
-            }
-        ),
+        once={
+            "embed": "embed_in.weight",
+            "final_norm": "final_layer_norm.weight",
+            "final_norm_bias": "final_layer_norm.bias",
+        },
         head="embed_out.weight",
-        layer=MappingProxyType(
-            {
-                "input_layernorm.weight": "attn_norm",
-                "input_layernorm.bias": "attn_norm_bias",
-                "attention.query_key_value.weight": Fused(("q", "k", "v"), "heads"),
-                "attention.query_key_value.bias": Fused(("q_bias", "k_bias", "v_bias"), "heads"),
-                "attention.dense.weight": "o",
-                "attention.dense.bias": "o_bias",
-                "post_attention_layernorm.weight": "mlp_norm",
-                "post_attention_layernorm.bias": "mlp_norm_bias",
-                "mlp.dense_h_to_4h.weight": "up",
-                "mlp.dense_h_to_4h.bias": "up_bias",
-                "mlp.dense_4h_to_h.weight": "down",
-                "mlp.dense_4h_to_h.bias": "down_bias",
-            }
-        ),
+        layer={
+            "input_layernorm.weight": "attn_norm",
+            "input_layernorm.bias": "attn_norm_bias",
+            "attention.query_key_value.weight": Fused(("q", "k", "v"), "heads"),
+            "attention.query_key_value.bias": Fused(("q_bias", "k_bias", "v_bias"), "heads"),
+            "attention.dense.weight": "o",
+            "attention.dense.bias": "o_bias",
+            "post_attention_layernorm.weight": "mlp_norm",
+            "post_attention_layernorm.bias": "mlp_norm_bias",
+            "mlp.dense_h_to_4h.weight": "up",
+            "mlp.dense_h_to_4h.bias": "up_bias",
+            "mlp.dense_4h_to_h.weight": "down",
+            "mlp.dense_4h_to_h.bias": "down_bias",
+        },
         unused=(r"layers\.\d+\.attention\.(?:rotary_emb\.inv_freq|bias|masked_bias)",),
     ),
 )

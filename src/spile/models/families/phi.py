@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Names, decoder
 
@@ -32,30 +30,26 @@ FAMILY = Family(
     example=("microsoft/phi-2", {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10_240}),
     read=_read,
     names=Names(
-        once=MappingProxyType(
-            {
-                "embed": "embed_tokens.weight",
-                "final_norm": "final_layernorm.weight",
-                "final_norm_bias": "final_layernorm.bias",
-            }
-        ),
-        layer=MappingProxyType(
-            {
-                "input_layernorm.weight": "attn_norm",
-                "input_layernorm.bias": "attn_norm_bias",
-                "self_attn.q_proj.weight": "q",
-                "self_attn.k_proj.weight": "k",
-                "self_attn.v_proj.weight": "v",
-                "self_attn.dense.weight": "o",
-                "self_attn.q_proj.bias": "q_bias",
-                "self_attn.k_proj.bias": "k_bias",
-                "self_attn.v_proj.bias": "v_bias",
-                "self_attn.dense.bias": "o_bias",
-                "mlp.fc1.weight": "up",
-                "mlp.fc1.bias": "up_bias",
-                "mlp.fc2.weight": "down",
-                "mlp.fc2.bias": "down_bias",
-            }
-        ),
+        once={
+            "embed": "embed_tokens.weight",
+            "final_norm": "final_layernorm.weight",
+            "final_norm_bias": "final_layernorm.bias",
+        },
+        layer={
+            "input_layernorm.weight": "attn_norm",
+            "input_layernorm.bias": "attn_norm_bias",
+            "self_attn.q_proj.weight": "q",
+            "self_attn.k_proj.weight": "k",
+            "self_attn.v_proj.weight": "v",
+            "self_attn.dense.weight": "o",
+            "self_attn.q_proj.bias": "q_bias",
+            "self_attn.k_proj.bias": "k_bias",
+            "self_attn.v_proj.bias": "v_bias",
+            "self_attn.dense.bias": "o_bias",
+            "mlp.fc1.weight": "up",
+            "mlp.fc1.bias": "up_bias",
+            "mlp.fc2.weight": "down",
+            "mlp.fc2.bias": "down_bias",
+        },
     ),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope, uniform_windows
 
@@ -20,15 +18,13 @@ FAMILY = Family(
     example=("microsoft/Phi-3-mini-4k-instruct", {}),
     read=_read,
     names=Names(
-        layer=MappingProxyType(
-            {
-                "input_layernorm.weight": "attn_norm",
-                "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
-                "self_attn.o_proj.weight": "o",
-                "post_attention_layernorm.weight": "mlp_norm",
-                "mlp.gate_up_proj.weight": Fused(("gate", "up")),
-                "mlp.down_proj.weight": "down",
-            }
-        )
+        layer={
+            "input_layernorm.weight": "attn_norm",
+            "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
+            "self_attn.o_proj.weight": "o",
+            "post_attention_layernorm.weight": "mlp_norm",
+            "mlp.gate_up_proj.weight": Fused(("gate", "up")),
+            "mlp.down_proj.weight": "down",
+        }
     ),
 )
