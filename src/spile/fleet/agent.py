@@ -143,12 +143,12 @@ class LogMachine:
     """Why there is no host, as text."""
 
 
-def tail_command(lines: int, follow: bool, unit: str = UNIT, files: Sequence[str] = LOG_FILES) -> str:
+def tail_command(lines: int, follow: bool) -> str:
     """Return the shell command that prints the last lines of the journal or of a log file."""
-    tilde = [f'"$HOME"/{shlex.quote(name[2:])}' if name.startswith("~/") else shlex.quote(name) for name in files]
-    journal = f"journalctl --no-pager --quiet -o cat -u {shlex.quote(unit)} -n {lines}" + (" -f" if follow else "")
+    tilde = [f'"$HOME"/{shlex.quote(name[2:])}' if name.startswith("~/") else shlex.quote(name) for name in LOG_FILES]
+    journal = f"journalctl --no-pager --quiet -o cat -u {UNIT} -n {lines}" + (" -f" if follow else "")
     return (
-        f"if systemctl cat {shlex.quote(unit)} >/dev/null 2>&1 && command -v journalctl >/dev/null; then "
+        f"if systemctl cat {UNIT} >/dev/null 2>&1 && command -v journalctl >/dev/null; then "
         f"if sudo -n true 2>/dev/null; then exec sudo -n {journal}; else exec {journal}; fi; fi; "
         f"for file in {' '.join(tilde)}; do "
         f'if [ -f "$file" ]; then exec tail -n {lines}{" -F" if follow else ""} "$file"; fi; done; '

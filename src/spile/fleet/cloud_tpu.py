@@ -342,11 +342,6 @@ _TIMEOUT = (10.0, 60.0)
 _TRIES = 6
 
 
-def backoff(attempt: int, *, base: float = 0.5, cap: float = 30.0, chance: float = 1.0) -> float:
-    """Return the seconds before attempt ``attempt`` (from 1): doubling, capped, and reduced at random by up to half."""
-    return float(min(cap, base * 2.0 ** min(attempt - 1, 30)) * (0.5 + 0.5 * chance))
-
-
 def open_session(settings: CloudSettings) -> requests.Session:
     """Return a session that signs its requests with the user's application-default credentials."""
     if settings.anonymous:
@@ -410,7 +405,7 @@ class CloudTpu:
                 return error
             if not again or attempt == self._tries:
                 raise error
-            self._sleep(backoff(attempt, chance=random.random()))
+            self._sleep(min(30.0, 2.0 ** (attempt - 2)) * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
 
     def _once(

@@ -99,9 +99,7 @@ bash -lc 'spile --version'
 """
 
 
-def install_on(
-    hosts: Sequence[Host], access: Access, *, force: bool = False, env: dict[str, str] | None = None
-) -> tuple[str, list[Launched]]:
+def install_on(hosts: Sequence[Host], access: Access, *, force: bool = False) -> tuple[str, list[Launched]]:
     """Return the wheel's name and the result on each host. The same wheel is installed again only if forced."""
     name, data = build_wheel()
     with tempfile.TemporaryDirectory(prefix="spile-install-") as text:
@@ -114,4 +112,4 @@ def install_on(
         (folder / FLEET).write_text(json.dumps({"wheel": name, "hashes": hashes}))
         copy_to(hosts, load(folder, _LIMIT), f"{INSTALLED}/home", access)
     script = _SCRIPT.replace("FORCE", "--force" if force else "")
-    return name, launch(hosts, lambda _: script, access=access, env=env)
+    return name, launch(hosts, lambda _: script, access=access)

@@ -330,13 +330,7 @@ def _ask_delete(provider: Provider, fleet: str, node: Node) -> Operation:
     return provider.delete_node(node.zone, node.name)
 
 
-def recreate(
-    provider: Provider,
-    nodes: Sequence[Node],
-    fleet: FleetSpec,
-    *,
-    every: float | None = None,
-) -> list[NodeResult]:
+def recreate(provider: Provider, nodes: Sequence[Node], fleet: FleetSpec) -> list[NodeResult]:
     """Delete the dead machines of a fleet and create each again with its type, labels and startup script."""
     dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
     queued = {
@@ -344,7 +338,7 @@ def recreate(
         for zone in sorted({node.zone for node in dead if node.queued is not None})
         for each in provider.queued(zone)
     }
-    gone = delete(provider, dead, fleet.name, every=every)
+    gone = delete(provider, dead, fleet.name)
     by_place = {(node.zone, node.name): node for node in dead}
     results = [result for result in gone if result.bad]
 
@@ -361,7 +355,7 @@ def recreate(
             one = replace(fleet, machine=replace(request, labels={}, metadata={}))
             try:
                 operation = _ask_again(provider, node, request, resource)
-                done.append(_awaited(provider, one, worker, operation, every))
+                done.append(_awaited(provider, one, worker, operation, None))
             except (CloudError, UserError) as error:
                 done.append(NodeResult(node.name, zone, "failed", error.line()))
         return done
@@ -486,17 +480,8 @@ def _hosts_of_node(node: Node, number: int, internal_ip: bool) -> list[Host]:
     return hosts
 
 
-def find_hosts(
-    prefix: str,
-    provider: Provider | None = None,
-    *,
-    project: str | None = None,
-    zone: str | None = None,
-    internal_ip: bool = False,
-) -> list[Host]:
+def find_hosts(prefix: str, *, project: str | None, zone: str | None, internal_ip: bool) -> list[Host]:
     """Return the hosts that a prefix names, in one zone or in all."""
-    preferred = zone
-    if provider is None:
-        settings = read_settings(os.environ, project=project)
-        provider, preferred = CloudTpu(settings), zone or settings.zone
-    return hosts_of(provider.nodes(zone or "-"), prefix, internal_ip=internal_ip, zone=preferred)
+    settings = read_settings(os.environ, project=project)
+    nodes = CloudTpu(settings).nodes(zone or "-")
+    return hosts_of(nodes, prefix, internal_ip=internal_ip, zone=zone or settings.zone)

@@ -460,7 +460,6 @@ def launch(
     *,
     access: Access,
     env: Mapping[str, str] | None = None,
-    pace: SessionTimes | None = None,
 ) -> list[Launched]:
     """Run each host's script in bash; what a successful script started keeps running. Failures do not raise."""
 
@@ -469,16 +468,14 @@ def launch(
 
         async def one(host: Host) -> Launched:
             async with room:
-                return await _launch_one(host, hosts, Job(script(host), "~", dict(env or {}), keep=True), access, pace)
+                return await _launch_one(host, hosts, Job(script(host), "~", dict(env or {}), keep=True), access)
 
         return list(await asyncio.gather(*(one(host) for host in hosts)))
 
     return asyncio.run(main())
 
 
-async def _launch_one(
-    host: Host, hosts: Sequence[Host], job: Job, access: Access, pace: SessionTimes | None
-) -> Launched:
+async def _launch_one(host: Host, hosts: Sequence[Host], job: Job, access: Access) -> Launched:
     printed = bytearray()
 
     def keep(_: Host, data: bytes) -> None:
@@ -488,7 +485,7 @@ async def _launch_one(
     error: SpileError | None = None
     try:
         (outcome,) = await run_everywhere(
-            [host], job, access=access, output=keep, pace=pace, variables=lambda one, _: environment_of(one, hosts)
+            [host], job, access=access, output=keep, variables=lambda one, _: environment_of(one, hosts)
         )
         if outcome.code != 0:
             last = printed.decode("utf-8", "replace").strip().rpartition("\n")[2]

@@ -113,11 +113,11 @@ def _run_interruptibly(call: Callable[[], Result]) -> Result:
 class Bucket:
     """What all folders of one bucket share: connections, memory for uploads, counters and the retry policy."""
 
-    def __init__(self, cloud: Cloud, retry: Retry | None = None) -> None:
+    def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
         self.url = f"{cloud.scheme}://{cloud.bucket}"
         self.stats = Stats()
-        self.retry = retry if retry is not None else Retry.from_environment()
+        self.retry = Retry.from_environment()
         self.buffers = Buffers()
         self._lock = threading.Lock()
         self._connection: _Connection | None = None

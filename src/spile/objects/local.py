@@ -83,9 +83,9 @@ def write_errors(path: Path, *, full: type[StoreError] = StoreError) -> Iterator
         raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
 
 
-def open_plain(path: Path, flags: int = 0) -> io.FileIO:
+def open_plain(path: Path) -> io.FileIO:
     """Open a regular file for reading. A pipe or a device is an error, because reading it could block for ever."""
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags))
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     kind = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(kind):
         file.close()

@@ -95,15 +95,12 @@ class BenchResult:
         return asdict(self)
 
 
-def bench(
-    spec: ExtractSpec, *, tokens: int, empty_behind: bool = True, compare: bool = True, limit_bytes: int = 1 << 30
-) -> BenchResult:
+def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: int = 1 << 30) -> BenchResult:
     """Measure the whole command twice, the limits, and the steady rate once everything is compiled and tokenized.
 
     Args:
         spec: The run to measure.
         tokens: How many tokens to compute; the samples are repeated.
-        empty_behind: Remove shards soon after their commit, so that a small RAM disk is enough for a long run.
         compare: Also measure the usual loop around transformers.
         limit_bytes: Bytes written to each file to measure the disk.
 
@@ -120,7 +117,7 @@ def bench(
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
         limits = _limits(producer, some, Path(folder), sizes.writers, limit_bytes)
         _warm(producer, made, sizes.in_flight or 1)
-        result = replace(_run(parts, producer, samples, limits, progress, empty_behind), cold=cold, warm=warm)
+        result = replace(_run(parts, producer, samples, limits, progress), cold=cold, warm=warm)
         return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
 
 
@@ -169,7 +166,6 @@ def _run(
     samples: Sequence[Sample],
     limits: Limits,
     progress: Progress,
-    empty_behind: bool,
 ) -> BenchResult:
     spec, sizes = parts.spec, parts.sizes
     compiled = progress.snapshot()
@@ -177,7 +173,7 @@ def _run(
     join_run(root, parts.identity)
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
     measured = Progress()
-    with emptied(Path(stream.folder.url), empty_behind), _watched(measured) as series:
+    with emptied(Path(stream.folder.url)), _watched(measured) as series:
         control = LocalControl(threading.Event(), None)
         run_pipeline(samples, producer, stream, sizes, progress=measured, control=control)
         now = measured.snapshot()
@@ -225,8 +221,8 @@ def _naive(parts: ResolvedRun, folder: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def emptied(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """Remove finished shards while the context is open, so that the folder holds only a few."""
+def emptied(folder: Path) -> Iterator[None]:
+    """Remove finished shards while the context is open, so that a small RAM disk is enough for a long run."""
     over = threading.Event()
 
     def sweep(pool: ThreadPoolExecutor) -> None:
@@ -235,14 +231,12 @@ def emptied(folder: Path, wanted: bool = True) -> Iterator[None]:
 
     with ThreadPoolExecutor(_SWEEPERS) as pool:
         thread = threading.Thread(target=sweep, args=(pool,), daemon=True)
-        if wanted:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             over.set()
-            if wanted:
-                thread.join()
+            thread.join()
 
 
 _Point = tuple[float, int, int]
@@ -386,11 +380,11 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     return sum(lengths) / seconds, flops / seconds
 
 
-def device_to_host(producer: DeviceProducer, size: int = 1 << 29) -> float | None:
+def device_to_host(producer: DeviceProducer) -> float | None:
     """Return the bytes/s into pinned host memory, from all local devices together."""
     if producer.host_sharding.memory_kind != "pinned_host":
         return None
-    rows = producer.groups
+    rows, size = producer.groups, 1 << 29
     array = jax.device_put(jnp.ones((rows, size // 2), jnp.bfloat16), producer.rows_sharding)
     pinned = producer.rows_sharding.with_memory_kind("pinned_host")
     step = jax.jit(lambda x: jax.device_put(x * 1, pinned))
@@ -425,10 +419,10 @@ def sequential_write(folder: Path, files: int, size: int) -> float:
     return files * size / _in_parallel(folder, files, write)
 
 
-def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None], repeat: int = 3) -> float:
+def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None]) -> float:
     """Return the shortest of several times, without creating and removing the files."""
     times = []
-    for _ in range(repeat):
+    for _ in range(3):
         with ExitStack() as stack, ThreadPoolExecutor(files) as pool:
             handles = [stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno() for _ in range(files)]
             began = time.perf_counter()

@@ -258,10 +258,8 @@ def _slice(generation: Generation, shape: Shape) -> Machine:
     )
 
 
-def known_machines(prices: Prices | None = None) -> tuple[Machine, ...]:
-    prices = prices or list_prices()
-    slices = [_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes]
-    return (*(replace(machine, price=prices.of(machine)) for machine in slices), *prices.machines.values())
+def known_machines() -> tuple[Machine, ...]:
+    return tuple(_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes)
 
 
 def prices_from(raw: Mapping[str, Any], source: str) -> Prices:

@@ -166,22 +166,13 @@ def end_process(end: End) -> None:
 class PodWatch:
     """Two threads: one sends heartbeats and reads those of the others, one notices if the service hangs."""
 
-    def __init__(
-        self,
-        coordination: Coordination,
-        *,
-        timeout: float,
-        every: float | None = None,
-        end: Callable[[End], None] = end_process,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, coordination: Coordination, *, timeout: float) -> None:
         self._coordination, self._timeout = coordination, timeout
-        self._every = every if every is not None else min(1.0, timeout / 4)
-        self._end, self._clock = end, clock
+        self._every = min(1.0, timeout / 4)
         self._report = "joined"
         self._over = threading.Event()
         self._news = threading.Event()
-        self._answered = clock()
+        self._answered = time.monotonic()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
             for name, work in (("spile-beat", self._beat), ("spile-watch", self._guard))
@@ -215,10 +206,10 @@ class PodWatch:
                 if not self._over.is_set():
                     self._lost(str(error))
                 return
-            self._answered = self._clock()
+            self._answered = time.monotonic()
             end = beats.look(alive, ended, self._answered)
             if end is not None and not self._over.is_set():
-                self._end(end)
+                end_process(end)
                 return
             self._news.wait(self._every)
             self._news.clear()
@@ -226,7 +217,7 @@ class PodWatch:
     def _guard(self) -> None:
         """Notice from another thread that a call to the service hangs because its host is gone."""
         while not self._over.wait(self._every):
-            if self._clock() - self._answered > self._timeout:
+            if time.monotonic() - self._answered > self._timeout:
                 self._lost(f"no answer for {self._timeout:g} s")
                 return
 
@@ -234,7 +225,7 @@ class PodWatch:
         identity = self._coordination.identity
         short = " ".join(why.split())[:120]
         line = f"{identity.host(0)} died or was cut off: its coordination service is gone ({short}); {_NEXT}"
-        self._end(End(line, _lost_host_code()))
+        end_process(End(line, _lost_host_code()))
 
 
 # -- verdicts and commits ---------------------------------------------------------------------------------------------
@@ -586,7 +577,6 @@ def _check_forward(hosts: WorkerGroup, log: Callable[[str], None]) -> None:
     from spile.models import model_files
     from spile.models.weights import load
     from spile.spec.run import EMBEDDED
-    from spile.spec.sample import Sample
     from spile.spec.taps import Tap
     from spile.worker.batches import Batch
     from spile.worker.device import DeviceProducer
