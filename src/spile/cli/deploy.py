@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from spile.cli.flags import (
     variables,
 )
 from spile.errors import RunMismatch, SpecError
-from spile.objects import is_remote
+from spile.objects import is_remote, open_folder
 from spile.spec.run import RunSpec
 from spile.view.table import output
 
@@ -159,12 +160,13 @@ def deploy(
     """
     from spile.fleet.deploy import changes, check_access, check_quota, check_root, fleet_bucket, publish
     from spile.fleet.home import FleetHome, fleet_url, pin_machines
+    from spile.store.cleanup import clear_stream
 
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
     bucket = fleet_bucket("--gcs-bucket", flags.gcs_bucket)
-    console = output(soft_wrap=True)
-    client = place.client()
+    console, client = output(soft_wrap=True), place.client()
+    log = partial(console.print, markup=False)
     home = FleetHome.open(fleet_url(bucket, place.fleet))
     before = home.find_fleet()  # A missing bucket is reported here, before anything is created.
     if before is not None and steps.skip_dataset:
@@ -174,7 +176,7 @@ def deploy(
     _check(client, fleet, request)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
     for line in check_access((bucket, request.root(bucket)), account, asker):
-        console.print(line, markup=False)
+        log(line)
     with _streams(fleet, request, bucket, before, console) as streams:
         streams.check(len(fleet.workers))
         fleet = request.work(fleet, bucket, streams)
@@ -190,12 +192,13 @@ def deploy(
         if steps.dry_run:
             code = _show_plan(console, fleet, streams, request, changed, cleared)
             for line in () if steps.skip_launch else check_quota(client, fleet):
-                console.print(line, markup=False)
+                log(line)
             return code
         _confirm_changes(console, fleet, changed, cleared, yes=steps.yes)
-        streams.put(lambda line: console.print(line, markup=False))
-    _clear(fleet, cleared)
-    fleet = publish(home, fleet, lambda line: console.print(line, markup=False))
+        streams.put(log)
+    for number in cleared:
+        clear_stream(open_folder(fleet.root), number)
+    fleet = publish(home, fleet, log)
     if steps.skip_launch:
         code = print_results(console, pin_machines(client, fleet, home.folder.url) if before is not None else [])
         console.print(_launch_hint(place, steps, bucket, again=before is not None), markup=False)
@@ -218,11 +221,7 @@ class _Request:
 
     def complete(self, before: FleetSpec | None, console: Console) -> _Request:
         """Return the request with the settings of an earlier deployment or the model of the guides, and check it."""
-
-        def log(line: str) -> None:
-            console.print(line, markup=False)
-
-        request = self
+        log, request = partial(console.print, markup=False), self
         if self.steps.skip_dataset and before is not None:
             request, words = self._reuse(before)
             if words:
@@ -423,9 +422,7 @@ def _streams(
     """Yield the streams for the workers: existing ones, those of a folder, or those of a dataset that is split now."""
     from spile.fleet.deploy import existing_streams, local_streams, split_streams
 
-    def log(line: str) -> None:
-        console.print(line, markup=False)
-
+    log = partial(console.print, markup=False)
     flags, below, there = request.flags, f"{bucket}/datasets", before.streams if before is not None else None
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
@@ -475,14 +472,6 @@ def _confirm_changes(console: Console, fleet: FleetSpec, changed: list[str], cle
         confirm(question, yes=yes, console=console)
     if cleared:
         confirm(f"Remove what is stored of {len(cleared)} streams in {fleet.root}, for good?", yes=yes, console=console)
-
-
-def _clear(fleet: FleetSpec, cleared: list[int]) -> None:
-    from spile.objects import open_folder
-    from spile.store.cleanup import clear_stream
-
-    for number in cleared:
-        clear_stream(open_folder(fleet.root), number)
 
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
