@@ -107,7 +107,7 @@ def read_prices(path: Path) -> Prices:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError("--prices", expected="a TOML file", found=f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("--prices", expected="TOML", found=f"{path}: {error}") from error
     return prices_from(raw, str(path))
 

@@ -435,7 +435,7 @@ def _read_config(location: str) -> dict[str, Any]:
         values = tomllib.loads(open_folder(folder).get(key).decode())
     except NotFound as error:
         raise SpecError("--config", expected="a TOML file", found=f"no {location}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError("--config", expected="a TOML file", found=f"{location}: {error}") from error
     return {name: value for name, value in values.items() if name not in ("version", "command")}  # RunSpec.to_toml
 

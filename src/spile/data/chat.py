@@ -29,7 +29,7 @@ ROLES: dict[str, Role] = {
 """The role of each kind of message. Others, such as ``tool``, have none."""
 
 _OPEN, _CLOSE = "\ue0f0", "\ue0f1"
-_MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_MARK = re.compile(f"{_OPEN}(\\d{{1,9}}){_CLOSE}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _between(parts: Sequence[str], owners: Sequence[str]) -> Iterator[Span]:
         number = -1 if mark is None else int(mark)
         if number >= 0 and number % 2 == 0:
             opened[number // 2] = place
-        elif number >= 0 and number // 2 in opened:
+        elif number >= 0 and number // 2 in opened and number // 2 < len(owners):  # a template can write marks too
             role = ROLES.get(owners[number // 2])
             if role is not None:
                 yield Span(opened.pop(number // 2), place, role)

@@ -69,7 +69,7 @@ def arc_task_id(row: Mapping[str, Any]) -> str:
     """
     name = row_id(row)
     if name is None:
-        content = orjson.dumps({key: row.get(key) for key in ("train", "test")}, option=orjson.OPT_SORT_KEYS)
+        content = _dumped({key: row.get(key) for key in ("train", "test")})
         name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
     return name
 
@@ -223,7 +223,7 @@ def scalar_fields(row: Mapping[str, Any], column: str) -> dict[str, object]:
             continue
         if isinstance(value, str) and len(value) > _SHORT:
             continue
-        size += len(orjson.dumps({name: value}))
+        size += len(_dumped({name: value}))
         if size > _MOST_KEPT:
             break
         kept[name] = value
@@ -245,7 +245,7 @@ def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: st
             fix="leave it out of --keep, or give every row one (null if there is none)",
         )
     kept = {name: row[name] for name in names}
-    size = len(orjson.dumps(kept))
+    size = len(_dumped(kept))
     if size > _MOST_KEPT:
         found = f"{size:,} in {', '.join(names)}"
         raise DataError(place, expected=f"at most {_MOST_KEPT:,} bytes to --keep of a row", found=found)
@@ -260,5 +260,12 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    raw = value if isinstance(value, bytes) else orjson.dumps(value)
+    raw = value if isinstance(value, bytes) else _dumped(value)
     return repr(raw[:60].decode(errors="replace"))
+
+
+def _dumped(value: object) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # orjson reads deeper nesting than it writes
+        raise DataError("a row cannot be written as JSON", found=str(error)) from error

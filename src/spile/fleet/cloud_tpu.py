@@ -43,6 +43,9 @@ _STOCK = re.compile(
     r"no more capacity|insufficient (reserved )?capacity|not enough resources|stockout|out of capacity", re.IGNORECASE
 )
 
+_MOST_NODES = 10_000
+"""More nodes in one queued resource are an error of the server."""
+
 # Maps the gRPC codes of operations to the HTTP status with the same meaning.
 _STATUS_OF_CODE = {3: 400, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
 
@@ -156,7 +159,10 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
         many = spec.get("multisliceParams") or spec.get("multiNodeParams")
         if many:
             prefix = many.get("nodeIdPrefix") or name
-            names.extend(f"{prefix}-{number}" for number in range(int(many["nodeCount"])))
+            count = int(many["nodeCount"])
+            if count > _MOST_NODES:
+                raise ValueError(f"{count} nodes in one queued resource")
+            names.extend(f"{prefix}-{number}" for number in range(count))
         elif spec.get("nodeId"):
             names.append(spec["nodeId"])
     node = specs[0].get("node", {}) if specs else {}
@@ -268,9 +274,10 @@ def _configuration(environment: Mapping[str, str]) -> configparser.ConfigParser:
     name = environment.get("CLOUDSDK_ACTIVE_CONFIG_NAME")
     if not name:
         active = folder / "active_config"
-        name = active.read_text().strip() if active.is_file() else "default"
+        name = active.read_text(errors="replace").strip() if active.is_file() else "default"
     parser = configparser.ConfigParser(interpolation=None)
-    parser.read([folder / "properties", folder / "configurations" / f"config_{name}"])
+    with untrusted(UserError, f"gcloud's settings in {folder} cannot be read", fix="run: gcloud config list"):
+        parser.read([folder / "properties", folder / "configurations" / f"config_{name}"])
     return parser
 
 
@@ -438,14 +445,18 @@ class CloudTpu:
         self, path: str, key: str, doing: str, version: str = "v2", api: str | None = None
     ) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
-        token = ""
+        token, seen = "", set[str]()
         while True:
             params = {"pageSize": "500", **({"pageToken": token} if token else {})}
             page = self._send("GET", path, doing, params=params, version=version, api=api)
-            found.extend(page.get(key, []))
-            token = page.get("nextPageToken", "")
+            with untrusted(Unavailable, f"the API's answer is not a valid page of {key}", fix="try again later"):
+                found.extend(dict(each) for each in page.get(key) or ())
+                token = str(page.get("nextPageToken") or "")
+                if token in seen:
+                    raise ValueError("a page that was read already")
             if not token:
                 return found
+            seen.add(token)
 
     def _parent(self, zone: str) -> str:
         return f"projects/{self._settings.project}/locations/{zone}"
@@ -513,11 +524,11 @@ class CloudTpu:
 
     def zones(self) -> list[str]:
         path = f"projects/{self._settings.project}/locations"
-        return sorted(raw["locationId"] for raw in self._pages(path, "locations", "list zones"))
+        return _texts(self._pages(path, "locations", "list zones"), "locationId")
 
     def accelerator_types(self, zone: str) -> list[str]:
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
-        return sorted(raw["type"] for raw in raws)
+        return _texts(raws, "type")
 
     def quotas(self) -> list[QuotaLimit]:
         """Return the project's limits for TPUs."""
@@ -530,7 +541,13 @@ class CloudTpu:
         body = {"permissions": list(permissions)}
         doing = f"ask what your account may do with {resource}"
         answer = self._send("POST", f"{resource}:testIamPermissions", doing, body=body, version="v1", api=api)
-        return [str(each) for each in answer.get("permissions", ())]
+        with untrusted(Unavailable, "the API's answer is not a list of permissions", fix="try again later"):
+            return [str(each) for each in answer.get("permissions") or ()]
+
+
+def _texts(raws: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    with untrusted(Unavailable, f"the API's answer has an entry without {key}", fix="try again later"):
+        return sorted(str(raw[key]) for raw in raws)
 
 
 def _cause(error: BaseException) -> str:
@@ -546,7 +563,7 @@ def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | 
     """Return the API's answer. A proxy's page is an error: whether the API received the request is not known."""
     try:
         found = reply.json() if reply.content else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
         return found, False
@@ -557,7 +574,7 @@ def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | 
 def _message(reply: requests.Response) -> str:
     try:
         message = reply.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         message = reply.text[:300]
     return str(message)
 

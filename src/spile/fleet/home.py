@@ -460,7 +460,7 @@ def known_here(home: str) -> str:
     try:
         found = json.loads(_state().get(_state_key(home)))
         return str(found["sha256"]) if found["home"] == home else ""
-    except (NotFound, ValueError, KeyError, TypeError):
+    except (NotFound, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from spile.errors import Damaged, Failure, SpileError, UserError
+from spile.errors import Damaged, Failure, SpileError, UserError, untrusted
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import combine_errors, explain
 from spile.objects import open_folder
@@ -204,7 +204,7 @@ def push(transfers: Transfers, host: Host, root: Path, names: Sequence[str], tar
     """Copy files of ``root`` to ``target``. Stale files of an earlier copy are deleted; the host's own files stay."""
     place = _remote(target)
     there = transfers.shell(host, f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}")
-    tool, home, manifest = there.split(b"\n", 2)
+    tool, home, manifest = _probed(host, there)
     listed = [name.encode("utf-8", "surrogateescape") for name in names]
     stale = sorted({name for name in manifest.split(b"\0") if name}.difference(listed))
     folders = {parent for name in listed for parent in _parents(name)}
@@ -226,7 +226,7 @@ def pull(transfers: Transfers, host: Host, source: str, into: Path) -> Moved:
     there = transfers.shell(host, f"if [ -d {place} ]; then {_PROBE}; fi")
     if not there:
         raise UserError(f"{host.label}: no such folder: {source}")
-    tool, home, _ = there.split(b"\n", 2)
+    tool, home, _ = _probed(host, there)
     into.mkdir(parents=True, exist_ok=True)
     if not _both_have_rsync(tool):
         return _pull_tar(transfers, host, place, into)
@@ -241,6 +241,14 @@ def pull(transfers: Transfers, host: Host, source: str, into: Path) -> Moved:
 
 
 _PROBE = 'if command -v rsync >/dev/null; then echo rsync; else echo tar; fi; echo "$HOME"'
+
+
+def _probed(host: Host, reply: bytes) -> tuple[bytes, str, bytes]:
+    """Return the tool, the home folder, and what follows in the reply to :data:`_PROBE`."""
+    fix = "check that its shell prints nothing when it starts"
+    with untrusted(Failure, f"{host.label} sent an unexpected reply", expected="a program and a folder", fix=fix):
+        tool, home, rest = reply.split(b"\n", 2)
+        return tool, home.decode(), rest
 
 
 def _both_have_rsync(tool: bytes) -> bool:
@@ -331,9 +339,9 @@ def _remote(path: str) -> str:
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def _address(host: Host, home: bytes, path: str) -> str:
+def _address(host: Host, home: str, path: str) -> str:
     """Return an absolute address for rsync, because versions differ in what they let the host's shell expand."""
-    whole = f"{home.decode()}{path[1:]}" if path == "~" or path.startswith("~/") else path
+    whole = f"{home}{path[1:]}" if path == "~" or path.startswith("~/") else path
     return f"[{host.address}]:{whole.rstrip('/')}" if ":" in host.address else f"{host.address}:{whole.rstrip('/')}"
 
 

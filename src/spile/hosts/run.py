@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from spile.errors import Failure, Interrupted, SpileError, UserError
+from spile.errors import Failure, Interrupted, SpileError, UserError, untrusted
 from spile.hosts import guard
 from spile.hosts.hosts import Access, Host
 
@@ -158,6 +158,18 @@ def remote_program(module: object, call: str) -> str:
     return f"python3 -uc {shlex.quote(inspect.getsource(module) + chr(10) + call)}"  # type: ignore[arg-type]
 
 
+def _texts(values: Sequence[object]) -> tuple[str, ...]:
+    return tuple(map(str, values))
+
+
+_EVENT_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "exit": {"code": int, "cause": str, "seconds": float, "left": _texts},
+    "ended": {"code": int},
+    "refused": {"reason": str},
+}
+"""The fields that are used of each event of :mod:`spile.hosts.remote.guard`, and their types."""
+
+
 class Session:
     """One ssh session, from the connection to the last byte of output."""
 
@@ -205,9 +217,7 @@ class Session:
         seconds = time.monotonic() - self._began
         event = self._events.get("exit")
         if event is not None:
-            return Ended(
-                int(event["code"]), str(event["cause"]), float(event["seconds"]) or seconds, tuple(event["left"])
-            )
+            return Ended(event["code"], event["cause"], event["seconds"] or seconds, event["left"])
         refused = self._events.get("refused")
         if refused is not None:
             return Ended(126, f"the host refused: {refused['reason']}", seconds)
@@ -280,7 +290,10 @@ class Session:
         if not line.startswith(guard.MARK):
             self._words = (self._words + line + "\n")[-8192:]
             return
-        event = json.loads(line.removeprefix(guard.MARK))
+        with untrusted(Failure, f"{self.host.label} sent an event that cannot be read"):
+            raw = dict(json.loads(line.removeprefix(guard.MARK)))
+            kinds = _EVENT_FIELDS.get(str(raw["event"]), {})
+            event = {"event": str(raw["event"]), **{name: kind(raw[name]) for name, kind in kinds.items()}}
         self._events[event["event"]] = event
         if event["event"] == "ended" and event["code"] != 0:
             self.failed.set()

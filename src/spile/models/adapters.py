@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from spile.errors import ModelError
-from spile.models.safetensors_files import Entry, LocalSource, Piece, Values, read_header
+from spile.errors import ModelError, untrusted
+from spile.models.safetensors_files import DTYPES, Entry, LocalSource, Piece, Values, read_header
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _WHOLE_LAYERS = "if PEFT saved embedding layers too, save the adapter again with save_embedding_layers=False"
+_LARGEST_ALPHA = 1e6
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
     "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
@@ -85,6 +86,11 @@ class Adapter:
                     found=entry.name,
                     fix=_WHOLE_LAYERS,
                 )
+            if entry.dtype not in DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
+                raise ModelError(
+                    f"the adapter {self.name} has a tensor that is not a matrix of floating-point numbers",
+                    found=f"{entry.name} of type {entry.dtype} and shape {list(entry.shape)}",
+                )
             yield found["module"], found["side"], entry
 
     def _change(
@@ -121,13 +127,11 @@ def find_adapter(name: str) -> Adapter:
     missing = [file for file in (_CONFIG, _TENSORS) if not (folder / file).is_file()]
     if missing:
         raise ModelError(f"no adapter in {name}", expected=f"{_CONFIG} and {_TENSORS}", found=f"no {missing[0]}")
-    try:
+    with untrusted(ModelError, f"{_CONFIG} of {name} is not JSON"):
         raw = json.loads((folder / _CONFIG).read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{_CONFIG} of {name} is not JSON", found=str(error)) from error
     _refuse(name, raw)
     alpha = raw.get("lora_alpha", 8)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise ModelError(f"{_CONFIG}'s lora_alpha", expected="a number", found=repr(alpha))
     return Adapter(name, folder, float(alpha), bool(raw.get("use_rslora")))
 

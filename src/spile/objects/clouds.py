@@ -259,7 +259,8 @@ def check_machines(bucket: str, account: str | None) -> str:
     except RequestFailure as failure:
         return f"gs://{bucket}: cannot tell whether {who} may write it ({failure.cause})"
     member = f"serviceAccount:{account}"
-    roles = {each.get("role") for each in policy if member in each.get("members", ()) and not each.get("condition")}
+    known = [each for each in policy if isinstance(each, Mapping) and isinstance(each.get("members"), list)]
+    roles = {str(each.get("role")) for each in known if member in each["members"] and not each.get("condition")}
     if roles & _WRITER_ROLES:
         return f"gs://{bucket}: {who} may write it"
     return (
@@ -272,11 +273,12 @@ def _iam(bucket: str, path: str, query: Mapping[str, str], field: str) -> list[A
     body = GoogleBucket(bucket).request("GET", f"storage/v1/b/{bucket}/iam{path}", query)
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, Mapping):
+    listed = found.get(field, []) if isinstance(found, Mapping) else None
+    if not isinstance(listed, list):
         raise RequestFailure("an unreadable reply")
-    return list(found.get(field, ()))
+    return listed
 
 
 # --- Amazon S3 and servers that speak its protocol --------------------------------------------------------------------

@@ -14,6 +14,7 @@ from spile.errors import SpecError
 METADATA_SERVER = "169.254.169.254"
 """Metadata server of all three clouds. The address is used because resolving Google's name can take ten seconds."""
 _METADATA_SECONDS = 0.8
+_METADATA_BYTES = 1 << 20
 
 PRICES_OF = "2025"
 """Year of the list prices below, in US dollars per GiB, rounded."""
@@ -75,8 +76,8 @@ def ask_metadata(method: str, url: str, headers: Mapping[str, str], seconds: flo
     request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 - always http
     try:
         with opener.open(request, timeout=seconds) as reply:
-            return str(reply.read().decode().strip())
-    except (OSError, http.client.HTTPException):  # URLError and HTTPError are OSErrors
+            return str(reply.read(_METADATA_BYTES).decode().strip())
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # URLError and HTTPError are OSErrors
         return None
 
 

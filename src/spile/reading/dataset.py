@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import SpecError, SpileError, UserError
+from spile.errors import SpecError, SpileError, UserError, printable
 from spile.objects import Folder, open_folder
 from spile.reading.blocks import JointBlocks, StoredBlocks
 from spile.reading.readers import BlockOptions, ShuffledReaders
@@ -311,7 +311,8 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
     def __repr__(self) -> str:
         samples = sum(stream.samples for stream in self.streams)
         taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
-        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {self.run.model}, {taps or 'no taps'}>"
+        model = printable(self.run.model)
+        return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {model}, {taps or 'no taps'}>"
 
     def _repr_html_(self) -> str:
         tokens = sum(stream.tokens for stream in self.streams)

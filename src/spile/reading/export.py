@@ -175,7 +175,10 @@ def _locked(folder: Path, path: str) -> int:
     """Create a folder and lock it for as long as this process lives; the system releases the lock of a killed one."""
     for _ in range(10):
         folder.mkdir(exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except NotADirectoryError as error:  # What is in this folder is removed, so a link to another one is refused.
+            raise UserError(f"{folder} is a link", expected="a folder of spile's own", fix="remove it") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):

@@ -66,7 +66,7 @@ def one_of(flag: str, value: str, choices: object) -> None:
 
 def within(flag: str, value: float | None, low: float, high: float) -> None:
     """Raise an error unless the value is None or in this range."""
-    if value is not None and not (low <= value <= high and math.isfinite(value)):
+    if value is not None and not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):
         raise SpecError(flag, expected=f"from {low:,} to {high:,}", found=f"{value:,}")
 
 
@@ -84,7 +84,7 @@ def checked(hint: Any, value: Any, problem: str) -> Any:
         raise SpecError(problem, expected=f"one of {', '.join(map(str, arguments))}", found=repr(value))
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(checked(arguments[0], each, problem) for each in value)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) <= _LARGEST:
         return float(value)
     if origin is None and type(value) is hint:
         return value
@@ -92,6 +92,8 @@ def checked(hint: Any, value: Any, problem: str) -> Any:
     raise SpecError(problem, expected=expected, found=repr(value))
 
 
+_LARGEST = 1 << 1000
+"""Larger integers than about this have no value as a float."""
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 

@@ -230,8 +230,8 @@ def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
 def _read_owner(root: Folder, key: str) -> str:
     try:
         return str(json.loads(root.get(key))["worker"])
-    except (NotFound, ValueError, KeyError, TypeError):  # Other programs can write to the bucket too.
-        return ""
+    except (NotFound, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # Other programs can write to the bucket too, so a claim that cannot be parsed has no owner.
 
 
 def _key(stream: int, number: int, suffix: str = "json") -> str:

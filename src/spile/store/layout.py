@@ -79,7 +79,7 @@ def predictions_name(shard: str) -> str:
 
 def shard_host(name: str) -> int | None:
     """Return the number of the pod host that wrote a shard, or None if the worker was a single process."""
-    found = re.search(r"-h(\d{2,})\.safetensors$", name)
+    found = re.search(r"-h(\d{2,9})\.safetensors$", name, re.ASCII)
     return None if found is None else int(found[1])
 
 

@@ -311,7 +311,13 @@ def finished_quarantines(root: Folder) -> list[str]:
     def read(key: str) -> list[str]:
         try:
             return [str(sample) for sample in json.loads(root.get(key)).get("quarantined", [])]
-        except (NotFound, ValueError, AttributeError, TypeError):  # The file is for people; a ledger has the truth.
+        except (
+            NotFound,
+            ValueError,
+            AttributeError,
+            TypeError,
+            RecursionError,
+        ):  # The file is for people; a ledger has the truth.
             return []
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="metadata") as pool:

@@ -22,6 +22,7 @@ from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.export import (
+    _UNFINISHED,
     Block,
     Export,
     export_dataset,
@@ -351,6 +352,16 @@ def test_one_export_at_a_time_writes_an_output(dataset: Dataset, tmp_path: Path)
             write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
         assert (folder / "file").exists()
     assert (tmp_path / "out" / "file").read_text() == "mine"
+
+
+def test_a_link_in_place_of_the_unfinished_folder_is_not_followed(dataset: Dataset, tmp_path: Path) -> None:
+    """What is in the unfinished folder is removed. In a shared folder, another user can put a link in its place."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("kept")
+    (tmp_path / f".out{_UNFINISHED}").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="is a link"):
+        write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+    assert (tmp_path / "precious/file").read_text() == "kept"
 
 
 def test_a_folder_that_cannot_be_replaced_is_filled(dataset: Dataset, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from spile.data.arc.prompts import revert
 from spile.data.lines import StreamFile
 from spile.data.rows import parse_row, task_of
 from spile.data.sources import open_input
-from spile.errors import DataError
+from spile.errors import DataError, untrusted
 from spile.spec.run import DataSpec
 from spile.spec.sample import Prediction
 
@@ -62,7 +62,8 @@ def _counted(task_id: str, predictions: list[Prediction], encoder: GridEncoder) 
     for prediction in predictions:
         grid = parse_answer(prediction.text, encoder)
         if grid is not None:
-            own = revert(grid, prediction.augmentation)
+            with untrusted(DataError, f"the answer of sample {prediction.sample} has an invalid augmentation"):
+                own = revert(grid, prediction.augmentation)
             grids[str(own)] = own
             voters[str(own)].append(sum(prediction.logprobs) / max(len(prediction.logprobs), 1))
     order = sorted(voters, key=lambda name: (-len(voters[name]), -max(voters[name])))

@@ -22,6 +22,7 @@ from spile.version import __version__
 from spile.worker.pod.identity import Identity
 
 MOST_BYTES = 1 << 16
+_MOST_ANSWER = 1 << 24
 
 Line = Callable[[str], None]
 
@@ -63,8 +64,14 @@ def receive(connection: socket.socket, identity: Identity, until: float) -> dict
                 fix="see worker 0's log",
             )
         line += data
-    with untrusted(PodError, f"{identity.host(0)} sent an invalid message", fix="see worker 0's log"):
+        if len(line) > _MOST_ANSWER:
+            raise PodError(f"{identity.host(0)} sent a message without end", fix="see worker 0's log")
+    with _reading(identity):
         return dict(json.loads(line))
+
+
+def _reading(identity: Identity) -> contextlib.AbstractContextManager[None]:
+    return untrusted(PodError, f"{identity.host(0)} sent an invalid message", fix="see worker 0's log")
 
 
 class RollConnections:
@@ -338,8 +345,9 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
         message = receive(connection, identity, time.monotonic() + timeout + _MINUTE)
         if "error" in message:
             raise PodError(str(message["error"]))
-        names = tuple(str(name) for name in message["names"])  # type: ignore[attr-defined]
-        return RollConnections(identity, RollAnswer(str(message["service"]), names), {0: connection})
+        with _reading(identity):
+            names = tuple(str(name) for name in message["names"])  # type: ignore[attr-defined]
+            return RollConnections(identity, RollAnswer(str(message["service"]), names), {0: connection})
     except BaseException:
         connection.close()
         raise
