@@ -13,7 +13,7 @@ from spile.spec.taps import SITES
 
 DOCS = Path(__file__).parent.parent / "docs"
 _BEGIN, _END = "<!-- made by scripts/make_model_tables.py -->", "<!-- end -->"
-_SHAPES = {"d_mid": "d_model", "top": "top_k"}
+_SHAPES = {"d_mid": "d_model", "top": "k"}
 
 
 def tap_table() -> str:

@@ -19,6 +19,7 @@ from spile.spec.run import (
     BadRows,
     Capture,
     ComputeDtype,
+    Gradients,
     LongPolicy,
     PromptKind,
     RunSpec,
@@ -79,6 +80,9 @@ class RunOptions(TypedDict, total=False):
     layers: Sequence[int] | str | int | None
     heads: Sequence[int] | str | int | None
     top_k: int
+    attention_top: int
+    gradients: Gradients
+    steer: Sequence[str]
     dtype: ComputeDtype
     store_dtype: StoreDtype
     positions: str

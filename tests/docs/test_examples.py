@@ -116,9 +116,16 @@ def test_training_data_for_a_draft_model(tmp_path: Path) -> None:
     assert [0 < sum(row["loss_mask"]) < row["seq_len"] for row in table] == [True, True]
 
 
+def test_the_steered_model_prefers_other_tokens(tmp_path: Path) -> None:
+    lines = run(tmp_path, "steer.py", "The cat", "--scale", "40").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["plain", "steered"]
+    assert lines[0].split(": ")[1] != lines[1].split(": ")[1]
+    assert (tmp_path / "steering.safetensors").is_file()
+
+
 def test_the_new_examples_are_short_and_no_example_imports_a_private_module() -> None:
     sae = ("sae", "sae_stream", "temporal_sae", "crosscoder", "crosscoder_models")
-    for name in (f"{each}.py" for each in ("probe", "probe_layers", "eagle3", *sae)):
+    for name in (f"{each}.py" for each in ("probe", "probe_layers", "eagle3", "steer", *sae)):
         assert len((EXAMPLES / name).read_text().splitlines()) < 40, name
     notebooks = [*EXAMPLES.glob("*.ipynb"), TUTORIAL]
     texts = {file.name: file.read_text() for file in EXAMPLES.glob("*.py")}

@@ -294,6 +294,10 @@ EACH_OPTION = [pytest.param(case, marks=pytest.mark.slow) if case in _COVERED el
 """Every option of a block at least once; cases whose options other cases have too are slow."""
 
 
+_LIVE_ONLY = ("head_out", "pattern", "pattern_ids")
+"""Kinds without goldens; test_edits compares them with transformers."""
+
+
 def golden_path(case: str) -> Path:
     """Where a case's reference is committed."""
     return GOLDENS / f"{case}.safetensors"
@@ -307,9 +311,8 @@ def config(case: str) -> ModelConfig:
 def taps(case: str) -> tuple[Tap, ...]:
     """Every site at every layer, where a model has it."""
     about = config(case)
-    every = select_taps(
-        parse_tap_words(SITES if case in _EVERY_SITE else ("residual", "attn", "mlp")), None, about.n_layers, top=5
-    )
+    words = [site for site in SITES if site not in _LIVE_ONLY] if case in _EVERY_SITE else ["residual", "attn", "mlp"]
+    every = select_taps(parse_tap_words(words), None, about.n_layers, top=5)
     return tuple(tap for tap in every if _exists(tap, about))
 
 

@@ -37,7 +37,6 @@ from spile.objects.preflight import preflight
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
-from spile.spec.taps import select_taps
 from spile.store.cleanup import stream_has_commits
 from spile.store.layout import stream_folder
 from spile.store.snapshot import SnapshotReader
@@ -207,7 +206,7 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
             fix=f"copy it: gcloud storage cp -r {spec.model} gs://BUCKET/models/",
         )
     config = model_files.find(spec.model, spec.revision, weights=False).config
-    select_taps(spec.taps, spec.layers, config.n_layers, spec.heads, spec.top_k)
+    spec.selected_taps(config.n_layers)
     return config
 
 

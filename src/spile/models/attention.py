@@ -13,7 +13,7 @@ All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer he
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from spile.models.architecture import ModelConfig
+from spile.spec.taps import Tap
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
@@ -73,9 +74,16 @@ def xla(
     sinks: Sinks = None,
 ) -> Queries:
     """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
-    length = q.shape[1]
+    chunks = [
+        masked(q[:, queries], k[:, keys], v[:, keys], seen, softcap, sinks)
+        for queries, keys, seen in _chunks(q.shape[1], segments, window)
+    ]
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+
+
+def _chunks(length: int, segments: Segments, window: int | None) -> Iterator[tuple[slice, slice, Array]]:
+    """Yield chunks of queries, the keys within their window, and which key each query attends to."""
     size = _chunk(length)
-    chunks = []
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
@@ -83,8 +91,26 @@ def xla(
         seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
         if segments is not None:
             seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
-        chunks.append(masked(q[:, start:stop], k[:, first:stop], v[:, first:stop], seen, softcap, sinks))
-    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+        yield slice(start, stop), slice(first, stop), seen
+
+
+def largest_weights(
+    q: Queries,
+    k: Keys,
+    segments: Segments,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Sinks,
+    top: int,
+) -> tuple[Float[Array, "rows seq heads top"], Int[Array, "rows seq heads top"]]:
+    """Return the ``top`` largest attention weights of each token and head, and their places in the batch row."""
+    parts = []
+    for queries, keys, seen in _chunks(q.shape[1], segments, window):
+        weights, places = masked_weights(q[:, queries], k[:, keys], seen, softcap, sinks, top)
+        parts.append((weights, jnp.where(places < 0, -1, places + keys.start)))
+    weights, places = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+    return weights, places
 
 
 def masked(
@@ -103,19 +129,47 @@ def masked(
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     shape = (rows, kv_heads, heads // kv_heads, length, head_dim)
+    weights, total = _softmax(q, k, seen, softcap, sinks)
     flat = (rows, kv_heads, heads // kv_heads * length, -1)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
-    grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4).reshape(flat)
-    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(*shape[:4], -1), head_dim, softcap)
+    out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
+    return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _softmax(q: Array, k: Array, seen: Array, softcap: float | None, sinks: Sinks) -> tuple[Array, Array]:
+    """Return the weights ``[rows, kv_heads, group, queries, keys]``, not yet divided by their sum, and the sum."""
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    shape = (rows, kv_heads, heads // kv_heads, length, -1)
+    product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, kv_heads, heads // kv_heads * length, head_dim)
+    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
     highest = highest if sink is None else jnp.maximum(highest, sink)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    total = total if sink is None else total + jnp.exp(sink - highest)
-    out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
-    return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return weights, total if sink is None else total + jnp.exp(sink - highest)
+
+
+def masked_weights(
+    q: Float[Array, "rows queries heads head_dim"],
+    k: Float[Array, "rows keys kv_heads head_dim"],
+    seen: Bool[Array, "#rows queries keys"],
+    softcap: float | None,
+    sinks: Sinks,
+    top: int,
+) -> tuple[Float[Array, "rows queries heads top"], Int[Array, "rows queries heads top"]]:
+    """Return the largest attention weights of each query and head, and the numbers of their keys; else 0 and -1."""
+    weights, total = _softmax(q, k, seen, softcap, sinks)
+    rows, length, heads, _ = q.shape
+    found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(top, k.shape[1]))
+    keys = jnp.where(found > 0, keys.astype(jnp.int32), -1)
+    more = [(0, 0), (0, 0), (0, 0), (0, top - found.shape[-1])]
+    found, keys = jnp.pad(found, more), jnp.pad(keys, more, constant_values=-1)
+    return found.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
 
 
 def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
@@ -359,11 +413,13 @@ def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ..
     return attend
 
 
-def choose(config: ModelConfig, platform: str, dtype: DTypeLike) -> str:
+def choose(config: ModelConfig, platform: str, dtype: DTypeLike, taps: Sequence[Tap] = ()) -> str:
     """Return the fastest correct implementation for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
 
-    Both kernels multiply in 16 bits, so float32 on an accelerator stays with XLA.
+    Both kernels multiply in 16 bits, so float32 on an accelerator stays with XLA. Only XLA computes gradients.
     """
+    if any(tap.gradient for tap in taps):
+        return "xla"
     if platform == "cpu":
         return "blocked"
     if config.sinks:

@@ -7,8 +7,10 @@ layers up to the last tapped one are computed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +18,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import ATTENTIONS, Attention, precision
+from spile.models.attention import ATTENTIONS, Attention, largest_weights, precision
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
 from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm, softcap
 from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
 from spile.models.rope import Angles
-from spile.spec.taps import Site, Tap
+from spile.spec.taps import Site, SteerKind, Tap, tap_rows
 
 _CHUNK = 256
 """The number of tokens whose logits exist at once; those of all tokens would not fit into memory."""
@@ -60,13 +62,12 @@ def report_head_taps(
     config: ModelConfig,
     taps: tuple[Tap, ...],
     look: Look,
-) -> None:
-    """Report the final norm, the largest logits with their tokens, and the loss of the next token."""
-    x = final_norm(x, params, config)
-    look("final_norm", x)
-    tops = {tap.top for tap in taps if tap.top is not None}
-    if not tops and not any(tap.site == "loss" for tap in taps):
-        return
+) -> Array | None:
+    """Report the final norm, the largest logits with their tokens, and the loss of the next token; return the loss."""
+    x = look("final_norm", final_norm(x, params, config))
+    tops = {tap.top for tap in taps if tap.top is not None and tap.layer is None}
+    if not tops and not any(tap.site == "loss" or tap.gradient for tap in taps):
+        return None
     top = max(tops, default=1)
     rows, length, d_model = x.shape
     count = -(-rows * length // _CHUNK)
@@ -89,7 +90,7 @@ def report_head_taps(
     look("logits", values)
     look("logits_ids", ids)
     last = _is_last(tokens, segments)[..., None]
-    look("loss", jnp.where(last, jnp.float32(0), loss))
+    return look("loss", jnp.where(last, jnp.float32(0), loss))
 
 
 def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
@@ -117,48 +118,128 @@ def keep_unchanged(_tap: Tap, x: Array) -> Array:
     return x
 
 
-class Drawn:
-    """Collects the values of the taps, each passed through ``keep``."""
+# -- edits of taps ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, taps: tuple[Tap, ...], keep: Keep) -> None:
-        self.taps, self.keep = taps, keep
-        self._kept: dict[Tap, Any] = {}
+
+class TokenInfo(NamedTuple):
+    """The tokens whose rows are edited; each array has one entry per row."""
+
+    ids: Any
+    positions: Any
+    """The position of each token in its sample."""
+    last: Any = None
+    """Whether each token is the last of its sample; None while an answer is generated."""
+
+
+Edit = Callable[[Array, TokenInfo], Array]
+"""Returns the new rows of a tap, of the same shape: ``edit(rows[tokens, width], info)``."""
+
+_EditRows = Callable[[Array], Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Steering:
+    """Edits of taps by vectors. The vectors are inputs of a compiled program, so all vectors share one program."""
+
+    taps: tuple[Tap, ...] = field(metadata={"static": True})
+    kinds: tuple[SteerKind, ...] = field(metadata={"static": True})
+    values: tuple[Any, ...]
+    """For each tap: the vector to add, nothing, the unit vector to project out, or the rows of a sample."""
+
+    def edits(self) -> list[tuple[Tap, Edit]]:
+        """Return the tap and the function of each edit."""
+        each = zip(self.taps, self.kinds, self.values, strict=True)
+        return [(tap, functools.partial(_steer, kind, value)) for tap, kind, value in each]
+
+
+def _steer(kind: SteerKind, value: Array, rows: Array, info: TokenInfo) -> Array:
+    if kind == "zero":
+        return jnp.zeros_like(rows)
+    wide, value = rows.astype(jnp.float32), value.astype(jnp.float32)
+    if kind == "add":
+        return (wide + value).astype(rows.dtype)
+    if kind == "ablate":
+        return (wide - jnp.sum(wide * value, axis=-1, keepdims=True) * value).astype(rows.dtype)
+    stored = jnp.take(value, info.positions, axis=0, mode="clip")
+    return jnp.where((info.positions < len(value))[:, None], stored, wide).astype(rows.dtype)
+
+
+def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenInfo) -> list[tuple[Tap, _EditRows]]:
+    """Return the edits of ``params.steering`` and further ones as functions of rows alone, in this order."""
+    steering: Steering | None = params.steering
+    flat = TokenInfo(*(None if each is None else each.reshape(-1) for each in info))
+    every = [*(() if steering is None else steering.edits()), *edits]
+    return [(tap, functools.partial(edit, info=flat)) for tap, edit in every]
+
+
+def _edited(value: Array, tap: Tap, edit: _EditRows) -> Array:
+    """Return the value of a tap after an edit; of values per head, the edit gets those of the tap side by side."""
+    heads = None if tap.heads is None else jnp.asarray(tap.heads)
+    chosen = value if heads is None else value[:, :, heads]
+    rows = chosen.reshape(-1, math.prod(chosen.shape[2:]))
+    new = edit(rows).astype(value.dtype).reshape(chosen.shape)
+    return new if heads is None else value.at[:, :, heads].set(new)
+
+
+class Drawn:
+    """Collects the values of the taps, each passed through ``keep``, and edits the values of other taps."""
+
+    def __init__(self, taps: tuple[Tap, ...], keep: Keep, edits: Sequence[tuple[Tap, _EditRows]] = ()) -> None:
+        self.taps, self.keep, self.edits = taps, keep, edits
+        self.kept: dict[Tap, Any] = {}
 
     def at(self, layer: int | None) -> Look:
         """Return a function that receives the values of one layer, or of the parts that the model has once."""
 
-        def look(site: Site, value: Array) -> None:
-            for tap in self.taps:
-                if (tap.site, tap.layer) == (site, layer) and tap not in self._kept:
-                    self._kept[tap] = self.keep(tap, _row(value, tap))
+        def look(site: Site, value: Array) -> Array:
+            for tap, edit in self.edits:
+                if (tap.site, tap.layer) == (site, layer):
+                    value = _edited(value, tap, edit)
+            self.collect(layer, site, value)
+            return value
 
         return look
 
+    def collect(self, layer: int | None, site: Site, value: Array) -> None:
+        """Keep an edited value for the taps that ask for it."""
+        for tap in self.taps:
+            if (tap.site, tap.layer) == (site, layer) and tap not in self.kept:
+                self.kept[tap] = self.keep(tap, _row(value, tap))
+
     def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
         """Add values that were collected elsewhere."""
-        self._kept.update(zip(taps, kept, strict=True))
+        self.kept.update(zip(taps, kept, strict=True))
 
-    def all(self, groups: Sequence[Sequence[int]] | None = None) -> tuple[Any, ...]:
-        """Return the values in the order of the taps, or one per group of taps: that of its first tap."""
-        chosen = self.taps if groups is None else [self.taps[group[0]] for group in groups]
-        return tuple(self._kept[tap] for tap in chosen)
+    def all(self) -> tuple[Any, ...]:
+        """Return the values in the order of the taps."""
+        return tuple(self.kept[tap] for tap in self.taps)
 
 
 def _row(value: Array, tap: Tap) -> Array:
     """Return a value as activation rows; of values per head, the selected heads side by side."""
+    if tap.top is not None:
+        value = value[..., : tap.top]
     if value.ndim == 3:
         return value
     chosen = value if tap.heads is None else value[:, :, jnp.asarray(tap.heads)]
     return chosen.reshape(*value.shape[:2], -1)
 
 
+def pattern_top(taps: tuple[Tap, ...], layer: int) -> int:
+    """Return the largest number of attention weights that a tap of this layer asks for, or 0."""
+    return max((tap.top or 0 for tap in taps if tap.layer == layer), default=0)
+
+
 def head_needed(taps: tuple[Tap, ...]) -> bool:
-    """Return whether these taps need the final norm and the LM head."""
-    return any(tap.site in _AFTER_LAYERS for tap in taps)
+    """Return whether these taps need the final norm and the LM head. Gradients are those of the loss."""
+    return any(tap.site in _AFTER_LAYERS or tap.gradient for tap in taps)
 
 
 def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
     """Return how many of ``n_layers`` layers must be loaded and computed for these taps: at least one."""
+    if any(tap.gradient for tap in taps):
+        return n_layers
     depths = (tap.layer if tap.layer is not None else 0 if tap.site == "embed" else n_layers - 1 for tap in taps)
     return max(depths) + 1
 
@@ -175,6 +256,7 @@ def forward(
     mixture: str | Mixture = "blocks",
     keep: Keep = keep_unchanged,
     runs: Sequence[LayerRun] | None = None,
+    edits: Sequence[tuple[Tap, Edit]] = (),
 ) -> tuple[Any, ...]:
     """Return the activations ``[rows, seq, width]`` of the taps, in their order, each passed through ``keep``.
 
@@ -191,13 +273,56 @@ def forward(
         keep: A function of each tap and its value, such as a conversion to the stored dtype.
         runs: How the layers of ``params`` are stacked, if they are. Each run is then a scan, and there is one result
             for each of :func:`~spile.models.params.tap_groups`, with one more dimension in front for the steps.
+        edits: Functions that change taps, applied after those of ``params.steering``. A tap has the edited value.
     """
     runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
-    drawn = Drawn(taps, keep)
-    x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn)
-    if head_needed(taps):
-        report_head_taps(x, tokens, segments, params, config, taps, drawn.at(None))
-    return drawn.all(tap_groups(taps, runs))
+    places = jnp.broadcast_to(_places(tokens, positions), tokens.shape)
+    info = TokenInfo(tokens, places, _is_last(tokens, segments))
+    plain = tuple(tap for tap in taps if not tap.gradient)
+    asked = tuple(tap for tap in taps if tap.gradient)
+
+    def compute(keep: Keep, more: Sequence[tuple[Tap, Edit]]) -> tuple[dict[Tap, Any], Array | None]:
+        drawn = Drawn(plain, keep, bound_edits(params, [*edits, *more], info))
+        x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn, remat=bool(asked))
+        if not head_needed(taps):
+            return drawn.kept, None
+        return drawn.kept, report_head_taps(x, tokens, segments, params, config, taps, drawn.at(None))
+
+    kept = compute(keep, ())[0] if not asked else _with_gradients(compute, asked, config, keep, params, info, segments)
+    return tuple(kept[taps[group[0]]] for group in tap_groups(taps, runs))
+
+
+def _with_gradients(
+    compute: Callable[[Keep, Sequence[tuple[Tap, Edit]]], tuple[dict[Tap, Any], Array | None]],
+    asked: Sequence[Tap],
+    config: ModelConfig,
+    keep: Keep,
+    params: Params,
+    info: TokenInfo,
+    segments: Array | None,
+) -> dict[Tap, Any]:
+    """Return the kept values of a forward pass, and the gradients of the loss with respect to taps."""
+    sites: list[Tap] = []
+
+    def total_loss(zeros: list[Array]) -> tuple[Array, tuple[Any, ...]]:
+        """Return the sum of the mean loss of each sample; no sample has an effect on the loss of another one."""
+        more = [(tap, functools.partial(_steer, "add", each)) for tap, each in zip(asked, zeros, strict=True)]
+        found, loss = compute(lambda tap, x: keep(tap, jax.lax.stop_gradient(x)), more)
+        if loss is None:
+            raise ValueError("gradients without a loss")
+        sites[:] = found
+        predicted = jnp.maximum(rope.sample_lengths(info.positions, segments) - 1, 1).astype(jnp.float32)
+        return jnp.sum(loss[..., 0] / predicted), tuple(found.values())
+
+    widths = [tap_rows(tap, config.sizes(tap.layer), "float32").width for tap in asked]
+    zeros = [jnp.zeros((info.ids.size, width), params.embed.dtype) for width in widths]
+    gradients, values = jax.grad(total_loss, has_aux=True)(zeros)
+    rows = (each.reshape(*info.ids.shape, -1) for each in gradients)
+    return dict(zip(sites, values, strict=True)) | {tap: keep(tap, each) for tap, each in zip(asked, rows, strict=True)}
+
+
+def _places(tokens: Array, positions: Array | None) -> Array:
+    return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
 
 
 def hidden(
@@ -210,9 +335,14 @@ def hidden(
     attention: str | Attention,
     mixture: str | Mixture,
     drawn: Drawn,
+    *,
+    remat: bool = False,
 ) -> Hidden:
-    """Return the residual stream after the last layer of these runs; ``drawn`` collects the taps."""
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+    """Return the residual stream after the last layer of these runs; ``drawn`` collects the taps.
+
+    ``remat``: a backward pass follows, which computes each layer again instead of keeping its values.
+    """
+    places = _places(tokens, positions)
     x = embed(params, tokens, places, config, drawn.at(None))
     with jax.named_scope("rope"):
         lengths = rope.sample_lengths(places, segments) if config.rope.kind == "longrope" else None
@@ -222,7 +352,9 @@ def hidden(
         ATTENTIONS[attention] if isinstance(attention, str) else attention,
         MIXTURES[mixture] if isinstance(mixture, str) else mixture,
         angles,
+        places,
         segments,
+        remat,
     )
     stacks = iter(params.layers)
     for run in runs:
@@ -240,54 +372,92 @@ class _Layers:
         attention: Attention,
         mixture: Mixture,
         angles: Sequence[Angles | None],
+        places: Array,
         segments: Array | None,
+        remat: bool,
     ) -> None:
-        self._config, self._attention, self._mixture = config, attention, mixture
-        self._angles, self._segments = angles, segments
+        self._config, self._attention, self._mixture, self._remat = config, attention, mixture, remat
+        self._angles, self._places, self._segments = angles, places, segments
         self._traced = functools.cache(self._trace)
 
-    def _trace(self, window: int | None, sites: frozenset[Site]) -> Any:
+    def _trace(
+        self, window: int | None, sites: frozenset[Site], top: int, edits: tuple[tuple[Tap, _EditRows], ...]
+    ) -> Any:
         """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
         def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
             found: dict[Site, Array] = {}
 
             def attend(q: Array, k: Array, v: Array) -> Array:
+                if top:
+                    self._report_pattern(q, k, segments, window, layer.sinks, top, look)
                 more = {} if layer.sinks is None else {"sinks": layer.sinks}
                 return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap, **more)
 
-            def look(site: Site, value: Array) -> None:
+            def look(site: Site, value: Array) -> Array:
+                for tap, edit in edits:
+                    value = _edited(value, tap, edit) if tap.site == site else value
                 if site in sites:
                     found[site] = value
+                return value
 
             return block(x, layer, angles, self._config, attend, look, self._mixture), found
 
-        return jax.jit(run)
+        return jax.jit(jax.checkpoint(run) if self._remat else run)
+
+    def _report_pattern(
+        self, q: Array, k: Array, segments: Array | None, window: int | None, sinks: Array | None, top: int, look: Look
+    ) -> None:
+        """Report the largest attention weights and their positions in the sample."""
+        softcap = self._config.attention_softcap
+        weights, columns = largest_weights(q, k, segments, window=window, softcap=softcap, sinks=sinks, top=top)
+        begins = self._places - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
+        look("pattern", weights)
+        look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
 
     def one(self, x: Hidden, index: int, weights: Layer, drawn: Drawn) -> Hidden:
         """Compute one layer."""
         window = self._config.windows[index]
         narrow = window if window is not None and window < x.shape[1] else None
         sites = frozenset(tap.site for tap in drawn.taps if tap.layer == index)
+        edits = tuple((tap, edit) for tap, edit in drawn.edits if tap.layer == index)
         with jax.named_scope(f"layer.{index}"):
-            x, found = self._traced(narrow, sites)(x, weights, self._angles[index], self._segments)
+            layer = self._traced(narrow, sites, pattern_top(drawn.taps, index), edits)
+            x, found = layer(x, weights, self._angles[index], self._segments)
             for site, value in found.items():
-                drawn.at(index)(site, value)
+                drawn.collect(index, site, value)
         return x
 
     def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], drawn: Drawn) -> Hidden:
         """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
         turn = tuple(tap for tap in drawn.taps if tap.layer in range(run.first, run.first + run.period))
 
-        def step(x: Hidden, weights: tuple[Layer, ...]) -> tuple[Hidden, tuple[Any, ...]]:
-            here = Drawn(turn, drawn.keep)
+        def step(x: Hidden, now: tuple[Array, tuple[Layer, ...]]) -> tuple[Hidden, tuple[Any, ...]]:
+            number, weights = now
+            here = Drawn(turn, drawn.keep, _edits_of_step(drawn.edits, run, number))
             for index, layer in enumerate(weights, run.first):
                 x = self.one(x, index, layer, here)
             return x, here.all()
 
-        x, kept = jax.lax.scan(step, x, weights)
+        x, kept = jax.lax.scan(step, x, (jnp.arange(run.steps, dtype=jnp.int32), weights))
         drawn.put(turn, kept)
         return x
+
+
+def _edits_of_step(edits: Sequence[tuple[Tap, _EditRows]], run: LayerRun, number: Array) -> list[tuple[Tap, _EditRows]]:
+    """Return the edits of a run's layers as edits of the first period, each of which happens in its own step only."""
+    found: list[tuple[Tap, _EditRows]] = []
+    for tap, edit in edits:
+        if tap.layer is not None and run.first <= tap.layer < run.stop:
+            step, place = divmod(tap.layer - run.first, run.period)
+            here = functools.partial(_edit_in_step, number == step, edit)
+            found.append((replace(tap, layer=run.first + place), here))
+    return found
+
+
+def _edit_in_step(now: Array, edit: _EditRows, rows: Array) -> Array:
+    out: Array = jax.lax.cond(now, lambda x: edit(x).astype(x.dtype), lambda x: x, rows)
+    return out
 
 
 def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:
@@ -296,7 +466,7 @@ def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, conf
         x = jnp.take(params.embed, tokens, axis=0, mode="clip")
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        look("embed", x)
+        x = look("embed", x)
         if config.input_scale is not None:
             x = x * jnp.asarray(config.input_scale, x.dtype)
         if params.positions is not None:
@@ -313,29 +483,29 @@ def block(
     look: Look,
     mixture: Mixture = MIXTURES["blocks"],
 ) -> Hidden:
-    """Compute one layer. The compiler removes what is not tapped, including the MLP of the last layer."""
-    look("resid_pre", x)
+    """Compute one layer with the values that ``look`` returns.
+
+    The compiler removes what is not tapped, including the MLP of the last layer.
+    """
+    x = look("resid_pre", x)
     with jax.named_scope("attn"):
         normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
-        look("attn_in", normed)
-        added = norm(_attention(normed, layer, angles, config, attend, look), layer.attn_post_norm, None, config)
-    look("attn", added)
+        out = _attention(look("attn_in", normed), layer, angles, config, attend, look)
+        added = norm(out, layer.attn_post_norm, None, config)
+    added = look("attn", added)
     with jax.named_scope("mlp"):
-        middle = x + _scaled(added, config)
-        look("resid_mid", middle)
+        middle = look("resid_mid", x + _scaled(added, config))
         if not config.shared_norm:
             normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
-        look("mlp_in", normed)
+        normed = look("mlp_in", normed)
         if layer.router is None:
             out = mlp(normed, layer, config, look)
         else:
             out = routed_mlp(normed, layer, config, look, mixture)
         added = norm(out, layer.mlp_post_norm, None, config)
-    look("mlp", added)
+    added = look("mlp", added)
     with jax.named_scope("residual"):
-        x = middle + _scaled(added, config)
-    look("residual", x)
-    return x
+        return look("residual", middle + _scaled(added, config))
 
 
 def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
@@ -349,9 +519,7 @@ def _attention(
     rows, length, _ = x.shape
 
     def heads(site: Site, weight: Array, bias: Array | None, count: int) -> Array:
-        out = linear(x, weight, bias).reshape(rows, length, count, config.head_dim)
-        look(site, out)
-        return out
+        return look(site, linear(x, weight, bias).reshape(rows, length, count, config.head_dim))
 
     q = heads("q", layer.q, layer.q_bias, config.n_heads)
     k = heads("k", layer.k, layer.k_bias, config.n_kv_heads)
@@ -362,8 +530,9 @@ def _attention(
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     if angles is not None:
         q, k = (rope.rotate(each, *angles, interleaved=config.rope_interleaved) for each in (q, k))
-    out = attend(q, k, v)
-    look("z", out)
+    out = look("z", attend(q, k, v))
+    by_head = layer.o.reshape(-1, config.n_heads, config.head_dim)
+    look("head_out", jnp.einsum("bshd,mhd->bshm", out, by_head, precision=precision(out.dtype)))
     return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
 
 

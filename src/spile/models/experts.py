@@ -42,9 +42,7 @@ def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture
     about = config.experts
     if about is None:
         raise ValueError("a router in a model without experts")
-    logits = linear(x, layer.router, layer.router_bias)
-    look("router", logits)
-    chosen, weights = route(logits, about)
+    chosen, weights = route(look("router", linear(x, layer.router, layer.router_bias)), about)
     matrices = Matrices(layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias)
     return mixture(x, chosen, weights, matrices, config)
 

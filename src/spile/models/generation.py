@@ -25,9 +25,10 @@ from jaxtyping import Array, Float, Int
 from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import MASKED, precision, scaled
-from spile.models.decoder import Drawn, Keep, block, embed, keep_unchanged, logits
+from spile.models.attention import MASKED, masked_weights, precision, scaled
+from spile.models.decoder import Drawn, Keep, TokenInfo, block, bound_edits, embed, keep_unchanged, logits, pattern_top
 from spile.models.experts import MIXTURES, Mixture
+from spile.models.layers import Look
 from spile.models.params import Params
 from spile.spec.taps import Tap
 
@@ -137,15 +138,19 @@ def read_prompts(
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
     keys, values = list(slots.keys), list(slots.values)
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer: int, q: Array, k: Array, v: Array, look: Look) -> Array:
         keys[layer] = _written(keys[layer], _by_head(k, groups), chunk.slot, place)
         values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
-        own = (_rows(cache[layer], chunk.slot) for cache in (keys, values))
+        own = [_rows(cache[layer], chunk.slot) for cache in (keys, values)]
         seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
-        sinks = params.layers[layer].sinks
-        return MASKED[attention](q, *own, seen.reshape(len(q), size, -1), config.attention_softcap, sinks)
+        seen, how = seen.reshape(len(q), size, -1), (config.attention_softcap, params.layers[layer].sinks)
+        if top := pattern_top(taps, layer):
+            weights, positions = masked_weights(q, own[0], seen, *how, top)
+            look("pattern", weights)
+            look("pattern_ids", positions)
+        return MASKED[attention](q, *own, seen, *how)
 
-    x, kept = _through(params, chunk.tokens, place, attend, config, mixture, Drawn(taps, keep))
+    x, kept = _through(params, chunk.tokens, place, attend, config, mixture, taps, keep)
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
     last = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]
     zero = jnp.zeros_like(chunk.sample)
@@ -184,24 +189,26 @@ def take_steps(
     begun = slots.position[..., None]
     shape = (groups, config.n_kv_heads, count, stride, config.head_dim)
     blank = tuple(jnp.zeros(shape, cache.dtype) for cache in slots.keys)
+    numbers = jnp.arange(stride, dtype=jnp.int32)
 
     def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
         now, (keys, values) = carry[0], (list(carry[1].keys), list(carry[1].values))
         place = begun + number
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, look: Look) -> Array:
             for fresh, new in ((keys, k), (values, v)):
                 new = _by_head(new, groups).astype(fresh[layer].dtype)
                 fresh[layer] = jax.lax.dynamic_update_slice_in_dim(fresh[layer], new, number, axis=3)
             past = jnp.arange(slots.keys[layer].shape[3], dtype=jnp.int32)
             window = config.windows[layer]
             old = _within(place, past, window) & (past < begun[..., None])
-            here = jnp.arange(stride, dtype=jnp.int32)
-            new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), here, window), (*old.shape[:3], stride))
+            new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), numbers, window), (*old.shape[:3], stride))
             pairs = ((slots.keys[layer], slots.values[layer], old), (keys[layer], values[layer], new))
+            if top := pattern_top(taps, layer):
+                _report_recalled(q, pairs, begun, config, params.layers[layer].sinks, top, look)
             return _recalled(q, pairs, config, params.layers[layer].sinks)
 
-        x, kept = _through(params, now.token[..., None], place, attend, config, mixture, Drawn(taps, keep))
+        x, kept = _through(params, now.token[..., None], place, attend, config, mixture, taps, keep)
         chosen = choose_tokens(logits(params, x[:, 0], config), now.sample, now.made, sampling)
         making = now.status == MAKING
         made = now.made + making
@@ -215,7 +222,6 @@ def take_steps(
         return (after, _Fresh(tuple(keys), tuple(values))), (chosen, kept)
 
     # The cache does not change during the stride; the new keys are written to it once, after the last step.
-    numbers = jnp.arange(stride, dtype=jnp.int32)
     start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
     (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
     # An idle slot may be in the middle of a prompt, so nothing is written there.
@@ -239,20 +245,22 @@ def _through(
     params: Params,
     tokens: Int[Array, "groups rows seq"],
     place: Int[Array, "groups rows seq"],
-    attend: Callable[[int, Array, Array, Array], Array],
+    attend: Callable[[int, Array, Array, Array, Look], Array],
     config: ModelConfig,
     mixture: Mixture,
-    drawn: Drawn,
+    taps: tuple[Tap, ...],
+    keep: Keep,
 ) -> tuple[Float[Array, "all seq d_model"], tuple[Any, ...]]:
     """Compute all layers for any taps, because the next token needs the last layer."""
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
+    drawn = Drawn(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
     x = embed(params, tokens.reshape(flat), positions, config, drawn.at(None))
     angles = rope.per_layer(config, positions)
     for index, layer in enumerate(params.layers):
 
         def attend_here(q: Array, k: Array, v: Array, index: int = index) -> Array:
-            return attend(index, q, k, v)
+            return attend(index, q, k, v, drawn.at(index))
 
         with jax.named_scope(f"layer.{index}"):
             x = block(x, layer, angles[index], config, attend_here, drawn.at(index), mixture)
@@ -307,6 +315,28 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: Mod
     total = total if sinks is None else total + jnp.exp(sink - highest)
     parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
     return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def _report_recalled(
+    q: Array,
+    pairs: Sequence[tuple[Array, Array, Array]],
+    begun: Array,
+    config: ModelConfig,
+    sinks: Array | None,
+    top: int,
+    look: Look,
+) -> None:
+    """Report the largest attention weights of :func:`_recalled` and the positions of their keys."""
+    capacity = pairs[0][0].shape[3]
+    keys = jnp.concatenate([keys for keys, _, _ in pairs], axis=3).transpose(0, 2, 3, 1, 4)
+    seen = jnp.concatenate([seen for _, _, seen in pairs], axis=-1)
+    rows = (len(q), -1, *keys.shape[3:])
+    weights, places = masked_weights(
+        q, keys.reshape(rows), seen.reshape(len(q), 1, -1), config.attention_softcap, sinks, top
+    )
+    fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
+    look("pattern", weights)
+    look("pattern_ids", jnp.where(places < capacity, places, fresh))
 
 
 def _status(token: Array, made: Array, sampling: Sampling) -> Array:

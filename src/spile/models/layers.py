@@ -14,8 +14,8 @@ from spile.models.params import Layer
 from spile.spec.taps import SCALE_BYTES, SCALED, Site
 
 Hidden = Float[Array, "rows seq d_model"]
-Look = Callable[[Site, Array], None]
-"""A function that receives the value of each tap kind."""
+Look = Callable[[Site, Array], Array]
+"""A function that receives the value of each tap kind and returns the value that the model goes on with."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -82,8 +82,7 @@ def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
     """Compute the MLP: down(activation(gate·x) · (up·x)), or down(activation(up·x)) if it is not gated."""
     up = linear(x, layer.up, layer.up_bias)
     hidden = gate(linear(x, layer.gate, layer.gate_bias), up, config) if config.gated else activate(up, config)
-    look("mlp_hidden", hidden)
-    return linear(hidden, layer.down, layer.down_bias)
+    return linear(look("mlp_hidden", hidden), layer.down, layer.down_bias)
 
 
 # -- rows with one byte per number, as spile.store.shard defines them --------------------------------------------------

@@ -73,7 +73,7 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
 
 def _kind(config: ModelConfig, taps: Sequence[Tap], layer: int) -> object:
     """Return everything besides the weights that must be equal in all steps of a scan."""
-    tapped = frozenset((tap.site, tap.heads) for tap in taps if tap.layer == layer)
+    tapped = frozenset((tap.site, tap.heads, tap.top) for tap in taps if tap.layer == layer)
     return config.windows[layer], layer in config.no_rope, tuple(layer_tensors(config, layer).items()), tapped
 
 
@@ -91,10 +91,11 @@ def tap_groups(taps: Sequence[Tap], runs: Sequence[LayerRun]) -> tuple[tuple[int
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, tap in enumerate(taps):
         run = None if tap.layer is None else scanned.get(tap.layer)
-        if run is None or tap.layer is None:
+        if run is None or tap.layer is None or tap.gradient:
             groups[(number,)] = [number]
         else:
-            groups.setdefault((run.first, (tap.layer - run.first) % run.period, tap.site, tap.heads), []).append(number)
+            place = (tap.layer - run.first) % run.period
+            groups.setdefault((run.first, place, tap.site, tap.heads, tap.top), []).append(number)
     return tuple(tuple(sorted(group, key=lambda number: taps[number].layer or 0)) for group in groups.values())
 
 
@@ -145,6 +146,8 @@ class Params:
     head: Any = None
     """None, with a final norm: the head is the embedding."""
     head_bias: Any = None
+    steering: Any = None
+    """Changes of taps that the run asked for: a :class:`~spile.models.decoder.Steering`, or None."""
 
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, row_bytes, select_taps, tap_rows
+from spile.spec.taps import Tap, row_bytes, tap_rows
 from spile.worker.producer import refuse_no_answers, with_positions
 from spile.worker.resolve import prompt_tokenizer
 
@@ -137,7 +137,7 @@ class Forecast:
 def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     """Forecast a run: tokenize ``count`` samples, evenly spread over the stream, and count their tokens."""
     files = model_files.find(spec.model, spec.revision, weights=False)
-    taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    taps = spec.selected_taps(files.config.n_layers)
     spec = replace(spec, data=stored_tokens(spec.data))
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=True)
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=True)

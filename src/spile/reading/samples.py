@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
 from itertools import accumulate, pairwise
@@ -116,6 +116,18 @@ class SampleRows(ABC):
         if numbers.shape != (len(self),):
             raise UserError("values", expected=f"{len(self)} numbers, one for each row", found=f"shape {numbers.shape}")
         return TokenMap(self._shown_texts(), numbers, self.roles, "value" if tap is None else str(tap))
+
+    def attention(self, layer: int) -> _Array:
+        """Return the stored attention weights of a layer, ``[heads, rows, tokens]``; those not stored are 0."""
+        taps = [Tap.parse(name) for name in self.taps]
+        found = next((tap for tap in taps if (tap.site, tap.layer) == ("pattern", layer)), None)
+        if found is None:
+            raise no_tap(f"pattern.{layer}", self.taps)
+        shape = (len(self), -1, found.top or 1)
+        weights, ids = (self[each].reshape(shape) for each in (found, replace(found, site="pattern_ids")))
+        matrix = np.zeros((*weights.shape[:2], len(self.context) + 1), np.float32)  # The last column takes the padding.
+        np.put_along_axis(matrix, ids.astype(np.int64), weights, axis=2)
+        return matrix[..., :-1].transpose(1, 0, 2)
 
     def _shown_texts(self) -> list[str]:
         """Return the texts of the tokens, or their ids if the tokenizer is not available."""

@@ -13,7 +13,7 @@ from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
-_NOT_COMPARED = ("model", "revision", "adapter", "vocab_size")
+_NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class RunIdentity:
     """The tokens whose rows are stored."""
     vocab_size: int | None = None
     """The number of token ids of the model; None if it is unknown. It is not compared: the weights are."""
+    steer: tuple[str, ...] = ()
+    """The changes of taps that the user gave. They are not compared; :attr:`steering` is."""
+    steering: str | None = None
+    """A hash of the changed taps, the kinds of changes and the numbers of all vectors; None without ``--steer``."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
@@ -73,6 +77,8 @@ class RunIdentity:
             del fields["positions"]
         if self.prompt.template_from is None:
             del fields["prompt.template_from"]
+        if self.steering is None:
+            del fields["steering"]
         return {name: value for name, value in sorted(fields.items()) if name not in _NOT_COMPARED}
 
     @property

@@ -23,7 +23,18 @@ from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
 from spile.spec.options import OPTION, CommandName, Group, Option, checked, names, one_of, option, toml, within
 from spile.spec.positions import ALL, ANSWER, check_positions
-from spile.spec.taps import TOP, Tap, layers_text, parse_heads, parse_layers, parse_tap_words
+from spile.spec.taps import (
+    ATTENTION_TOP,
+    TOP,
+    Steer,
+    Tap,
+    layers_text,
+    parse_heads,
+    parse_layers,
+    parse_tap_words,
+    select_taps,
+    with_gradients,
+)
 
 SPEC_VERSION = 1
 """The version of the serialised form. A spec of a newer version is refused."""
@@ -54,6 +65,7 @@ ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16", "int8", "float8_e4m3"]
 Capture = Literal["both", "prompt", "answer", "none"]
 """Which tokens' activations are stored if answers are generated."""
+Gradients = Literal["none", "loss"]
 Backend = Literal["auto", "jax", "torch"]
 
 _BATCHING: Group = "Batching (does not change the numbers)"
@@ -315,13 +327,32 @@ class RunSpec:
     )
     heads: tuple[int, ...] | None = option(
         None,
-        "The heads of q, k, v and z taps that are named without them, such as 0-3,7.",
+        "The heads of q, k, v, z, head_out and pattern taps that are named without them, such as 0-3,7.",
         "Taps",
         default="all",
         parse=parse_heads,
         format=layers_text,
     )
     top_k: int = option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")
+    attention_top: int = option(
+        ATTENTION_TOP,
+        "The number of attention weights of each token and head that --taps pattern stores.",
+        "Taps",
+    )
+    gradients: Gradients = option(
+        "none",
+        "loss: for each tap, also store the gradient of the sample's loss (the mean cross-entropy of its next tokens) "
+        "with respect to it, as grad.residual.12.",
+        "Taps",
+    )
+    steer: tuple[str, ...] = option(
+        (),
+        "Change taps while the model computes: residual.12=vector.safetensors:2.0 adds twice a vector (of several in a "
+        "file: FILE#NAME:2.0), residual.12=ablate:FILE removes its direction, z.12.0-3=zero sets to zero, and "
+        "residual.12=patch:ROOT#SAMPLE takes the rows of a stored sample.",
+        "Taps",
+        identity=True,
+    )
     dtype: ComputeDtype = option(
         "auto",
         "The precision of the computation. auto: what the run already uses; otherwise float32 on a CPU, bfloat16 on "
@@ -392,6 +423,10 @@ class RunSpec:
         within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
         within("--commit-every", self.commit_every, 0.01, 1e9)
         within("--top-k", self.top_k, 1, 1 << 16)
+        one_of("--gradients", self.gradients, Gradients)
+        within("--attention-top", self.attention_top, 1, 1 << 16)
+        for word in self.steer:
+            Steer.parse(word)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
             raise SpecError("--layers", expected="layers from 0 up", found=str(list(self.layers)))
         self._check_captured()
@@ -417,6 +452,11 @@ class RunSpec:
                 expected="--capture both or answer",
                 found=f"--capture {self.generation.capture}",
             )
+
+    def selected_taps(self, n_layers: int) -> tuple[Tap, ...]:
+        """Return the taps of a model with ``n_layers`` layers, in the order in which they are stored."""
+        taps = select_taps(self.taps, self.layers, n_layers, self.heads, self.top_k, self.attention_top)
+        return taps if self.gradients == "none" else with_gradients(taps)
 
     def for_stream(self, stream: int) -> RunSpec:
         """Return this spec for one stream of the dataset."""

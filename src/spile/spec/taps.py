@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -139,6 +139,28 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
             "model.layers[i].self_attn.o_proj.input",
             f"{_LAYER}.self_attn.o_proj (input)",
         ),
+        "head_out": SiteSpec(
+            ("heads", "d_model"),
+            "What each head adds to the output of attention, without bias: its `z` through the output projection.",
+            "blocks.{i}.attn.hook_result",
+            "computed from model.layers[i].self_attn.o_proj.input",
+            f"computed from {_LAYER}.self_attn.o_proj (input)",
+        ),
+        "pattern_ids": SiteSpec(
+            ("heads", "top"),
+            "The positions in the sample that `pattern` belongs to; -1 if a token sees fewer. Stored with `pattern`.",
+            "blocks.{i}.attn.hook_pattern",
+            "computed from model.layers[i].self_attn.output[1]",
+            "`attentions[i].topk(k).indices`",
+            dtype="int32",
+        ),
+        "pattern": SiteSpec(
+            ("heads", "top"),
+            "The `--attention-top` largest attention weights of each head, largest first; 0 if a token sees fewer.",
+            "blocks.{i}.attn.hook_pattern",
+            "computed from model.layers[i].self_attn.output[1]",
+            "`attentions[i].topk(k).values`",
+        ),
         "router": SiteSpec(
             ("experts",),
             "The router logit of each expert, before the softmax. Only models with experts have it.",
@@ -191,6 +213,12 @@ Site = str
 TOP = 10
 """The default number of logits stored per token."""
 
+ATTENTION_TOP = 32
+"""The default number of attention weights stored per token and head."""
+
+REPORTED = frozenset({"head_out", "pattern", "pattern_ids", "loss", "logits", "logits_ids"})
+"""Kinds that the model does not compute with, so that they cannot be edited."""
+
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
 SCALED = ("int8", "float8_e4m3")
@@ -198,6 +226,10 @@ SCALED = ("int8", "float8_e4m3")
 SCALE_BYTES = 4
 _SCALED_BY = 8
 """The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""
+
+
+_GRADIENT = "grad."
+"""The prefix of a tap that is a gradient."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +241,15 @@ class Tap:
     heads: tuple[int, ...] | None = None
     """The selected heads of a kind that has heads, or None for all."""
     top: int | None = None
-    """The number of logits, for the kinds that store the top k."""
+    """The number of logits or of attention weights per head, for the kinds that store the largest."""
+    gradient: bool = False
+    """Whether it is the gradient of the sample's loss with respect to the tap, instead of the value."""
 
     def __str__(self) -> str:
-        """Return the name: ``residual.12``, ``z.12``, ``z.12.0-3,7``, ``embed`` or ``logits.top10``."""
+        """Return the name: ``residual.12``, ``z.12.0-3,7``, ``embed``, ``pattern.12.top32`` or ``grad.mlp.12``."""
         parts = [self.site, *(() if self.layer is None else (str(self.layer),))]
         parts += [layers_text(self.heads)] if self.heads is not None else []
+        parts = ["grad", *parts] if self.gradient else parts
         return ".".join(parts + ([f"top{self.top}"] if self.top is not None else []))
 
     @property
@@ -234,13 +269,15 @@ class Tap:
         """Parse the name of a tap: the inverse of ``str``."""
         if text.startswith(MODULE):
             return cls(text)
-        site, *parts = text.split(".")
+        site, *parts = text.removeprefix(_GRADIENT).split(".")
         found = SITES.get(site)
         layer = int(parts.pop(0)) if found and found.layered and parts and parts[0].isdecimal() else None
-        heads = parse_layers(parts.pop(0)) if found and found.per_head and parts else None
+        named = found and found.per_head and parts and not parts[0].startswith("top")
+        heads = parse_layers(parts.pop(0)) if named else None
         top = int(parts.pop(0)[3:]) if parts and re.fullmatch(r"top\d+", parts[0]) else None
-        tap = cls(site, layer, heads, top)
-        if found is None or parts or (layer is None) == found.layered or (top is None) == ("top" in found.shape):
+        tap = cls(site, layer, heads, top, text.startswith(_GRADIENT))
+        wrong = found is None or parts or (layer is None) == found.layered or (top is None) == ("top" in found.shape)
+        if wrong or (tap.gradient and site in REPORTED):
             raise SpecError("not a tap", expected="SITE.LAYER such as residual.12", found=repr(text))
         return tap
 
@@ -349,7 +386,8 @@ def _parse_tap_word(text: str) -> _TapWord:
         expected = f"some of {', '.join(SITES)}, or {MODULE}PATH"
         raise SpecError("--taps", expected=expected, found=text)
     layers = parse_layers(parts.pop(0), f"--taps {text}") if spec.layered and parts else None
-    heads = parse_layers(parts.pop(0), f"--taps {text}") if spec.per_head and parts else None
+    named = spec.per_head and parts and not parts[0].startswith("top")
+    heads = parse_layers(parts.pop(0), f"--taps {text}") if named else None
     top = int(parts.pop(0)[3:]) if "top" in spec.shape and parts and re.fullmatch(r"top\d{1,5}", parts[0]) else None
     if parts:
         expected = "a kind and its layers, such as residual.12 or mlp.3-5"
@@ -361,7 +399,7 @@ def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the words of ``--taps`` in a fixed order, each once.
 
     A word names a kind (``residual``: at every layer that ``--layers`` selects) or taps (``residual.12``, ``mlp.3-5``).
-    ``logits`` adds the kinds that are stored with it.
+    ``logits`` and ``pattern`` add the kinds that are stored with them.
 
     Raises:
         SpecError: If a word names no tap.
@@ -373,6 +411,7 @@ def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
         raise SpecError("--taps", expected=f"some of {', '.join(SITES)}, or {MODULE}PATH", found="none")
     for word in [word for word in found if word.kind == "logits"]:
         found |= {_TapWord("loss"), _TapWord("logits_ids", top=word.top)}
+    found |= {word._replace(kind="pattern_ids") for word in found if word.kind == "pattern"}
     return tuple(str(word) for word in sorted(found, key=lambda word: word.order))
 
 
@@ -387,6 +426,7 @@ def select_taps(
     n_layers: int,
     heads: tuple[int, ...] | None = None,
     top: int = TOP,
+    attention_top: int = ATTENTION_TOP,
 ) -> tuple[Tap, ...]:
     """Return the taps of a model with ``n_layers`` layers, layer by layer.
 
@@ -399,6 +439,7 @@ def select_taps(
         n_layers: The number of layers of the model.
         heads: The heads of the words that name none; None: all heads.
         top: The number of logits, for the words that name none.
+        attention_top: The number of attention weights per head, for the words that name none.
 
     Raises:
         SpecError: If the model does not have one of the layers, or ``heads`` applies to no tap.
@@ -415,10 +456,28 @@ def select_taps(
             continue
         chosen = word.layers or (range(n_layers) if layers is None else layers)
         own = (heads if word.heads is None else word.heads) if spec.per_head else None
-        found.update({Tap(word.kind, layer, own): None for layer in chosen})
+        count = (word.top or attention_top) if "top" in spec.shape else None
+        found.update({Tap(word.kind, layer, own, count): None for layer in chosen})
     if heads is not None and not any(tap.heads for tap in found):
-        raise SpecError("--heads", expected="q, k, v or z among --taps", found=f"--taps {' '.join(taps)}")
+        raise SpecError(
+            "--heads", expected="q, k, v, z, head_out or pattern among --taps", found=f"--taps {' '.join(taps)}"
+        )
     return tuple(sorted(found, key=_stored_order))
+
+
+def with_gradients(taps: Sequence[Tap]) -> tuple[Tap, ...]:
+    """Return the taps, and behind them the gradient of each tap that the model computes with.
+
+    Raises:
+        SpecError: If there is none.
+
+    """
+    found = [replace(tap, gradient=True) for tap in taps if tap.spec is not None and tap.site not in REPORTED]
+    if not found:
+        raise SpecError(
+            "--gradients loss", expected="taps that the model computes with", found=" ".join(map(str, taps))
+        )
+    return (*taps, *found)
 
 
 def _check_layers(words: Sequence[_TapWord], layers: Sequence[int] | None, n_layers: int) -> None:
@@ -433,7 +492,7 @@ def _stored_order(tap: Tap) -> tuple[Any, ...]:
     """Return the sort key of tensors in a shard: four-byte values, the embedding, layer by layer, then the rest."""
     spec = tap.spec
     if spec is not None and spec.layered:
-        return 2, tap.layer, *_TapWord(tap.site, heads=tap.heads).order
+        return 0 if spec.dtype else 2, tap.layer, *_TapWord(tap.site, heads=tap.heads, top=tap.top).order
     stage = 0 if spec and spec.dtype else 1 if tap.site == "embed" else 3
     return stage, 0, *_TapWord(tap.site, top=tap.top).order
 
@@ -474,3 +533,44 @@ def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
         raise SpecError("--add-taps", expected="taps such as mlp.12", found="none")
     own = {tap: tap.spec is not None and tap.spec.dtype is not None for tap in taps}
     return tuple(sorted(taps, key=lambda tap: (not own[tap], -1 if tap.layer is None else tap.layer, str(tap))))
+
+
+# -- changed taps -----------------------------------------------------------------------------------------------------
+
+SteerKind = Literal["add", "zero", "ablate", "patch"]
+_SCALED_SOURCE = re.compile(r"(.+):([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Steer:
+    """One word of ``--steer``: a change of a tap while the model computes."""
+
+    tap: Tap
+    kind: SteerKind
+    source: str = ""
+    """The safetensors file of the vector, or the root of the dataset to patch from."""
+    name: str = ""
+    """The tensor in the file, or the sample of the dataset."""
+    scale: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Steer:
+        """Parse ``TAP=FILE#NAME:SCALE`` or ``TAP=`` and ``zero``, ``ablate:FILE#NAME`` or ``patch:ROOT#SAMPLE``."""
+        word, _, change = text.partition("=")
+        if not change:
+            expected = "TAP=CHANGE, such as residual.12=vector.safetensors:2.0"
+            raise SpecError("--steer", expected=expected, found=repr(text))
+        try:
+            tap = Tap.parse(word)
+        except SpecError as error:
+            raise SpecError(f"--steer {text}", expected=error.expected, found=repr(word)) from error
+        if change == "zero":
+            return cls(tap, "zero")
+        prefix, _, behind = change.partition(":")
+        kind, rest = (prefix, behind) if prefix in ("add", "ablate", "patch") else ("add", change)
+        scaled = _SCALED_SOURCE.fullmatch(rest) if kind == "add" else None
+        source, _, name = (rest if scaled is None else scaled[1]).partition("#")
+        if not source or (kind == "patch" and not name):
+            expected = "patch:ROOT#SAMPLE" if kind == "patch" else "the name of a safetensors file"
+            raise SpecError(f"--steer {text}", expected=expected, found=repr(change))
+        return cls(tap, kind, source, name, 1.0 if scaled is None else float(scaled[2]))  # type: ignore[arg-type]

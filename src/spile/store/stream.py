@@ -20,7 +20,7 @@ from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
 from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.spec.sample import Part, Sample, Skip
-from spile.spec.taps import Tap, select_taps
+from spile.spec.taps import Tap
 from spile.store.layout import (
     ANSWERS,
     METADATA,
@@ -99,6 +99,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         "revision": identity.revision,
         **({} if identity.adapter is None else {"adapter": identity.adapter}),
         **({} if identity.vocab_size is None else {"vocab_size": identity.vocab_size}),
+        **({"steer": identity.steer} if identity.steer else {}),
         "numbers": identity.compared(),
         "created": now_iso(),
         "version": __version__,
@@ -174,8 +175,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     with suppress(SpecError):  # A damaged spec.json is replaced.
         other = RunSpec.from_json(get_if_present(root, SPEC) or b"", f"{root.url}/{SPEC}")
         theirs["taps"], ours["taps"] = (
-            [str(tap) for tap in select_taps(each.taps, each.layers, run.n_layers, each.heads, each.top_k)]
-            for each in (other, spec)
+            [str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec)
         )
     differing = differences(json.loads(json.dumps(theirs)), ours)
     if differing:
@@ -192,8 +192,8 @@ def _stated(spec: RunSpec) -> dict[str, Any]:
         if not each.option.identity or (part == ("generation",) and spec.generation is None):
             continue
         value = each.get(spec)
-        if name in ("model", "adapter") or value == "auto" or (name == "backend" and spec.same_numbers):
-            continue  # The run has the hash of the weights, which only a worker can compare.
+        if name in ("model", "adapter", "steer") or value == "auto" or (name == "backend" and spec.same_numbers):
+            continue  # The run has the hash of the weights and vectors, which only a worker can compare.
         prefix = f"{part[-1]}." if part and part[-1] in ("prompt", "generation") else ""
         found[prefix + name] = sorted(value) if name == "keep" else value
     return found
@@ -231,6 +231,7 @@ def read_run(root: Folder) -> RunIdentity | None:
             revision=record["revision"],
             adapter=record.get("adapter"),
             vocab_size=None if record.get("vocab_size") is None else int(record["vocab_size"]),
+            steer=tuple(map(str, record.get("steer", ()))),
             prompt=PromptSpec(**prompt),
             generation=generation,
             unknown=compared,

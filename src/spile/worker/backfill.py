@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spile.errors import Damaged, ModelError, RunMismatch, SpecError, UserError
+from spile.models.decoder import Steering
 from spile.models.model_files import ModelFiles
 from spile.objects import Folder, open_folder
 from spile.objects.preflight import preflight
@@ -46,7 +47,7 @@ from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
 from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
-from spile.worker.resolve import find_model, rows_of, wants_statistics
+from spile.worker.resolve import find_model, rows_of, steering_of_run, wants_statistics
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_producers import torch_producer
 
@@ -291,6 +292,7 @@ class _Plan:
     files: ModelFiles
     backend: str
     rows: tuple[TapRows, ...]
+    steering: Steering | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -330,7 +332,7 @@ class _Plan:
             if first is not None:
                 producer.prepare(first.batches[0])
 
-        return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare)
+        return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare, self.steering)
 
     def tasks(self, stream: Stream, groups: int) -> Iterator[ShardTask]:
         return shard_tasks(stream, _remaining_shards(stream, self), self.sizes, groups, some=self.run.positions != ALL)
@@ -351,7 +353,7 @@ def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
     refuse_taps_there(spec.taps, streams)
     files, backend = dataset_model(spec, run, root)
     rows = rows_of(files, spec.taps, run.store_dtype, backend)
-    return _Plan(spec, root, run, streams, files, backend, rows)
+    return _Plan(spec, root, run, streams, files, backend, rows, steering_of_run(run, files.config))
 
 
 def _remaining_shards(stream: Stream, plan: _Plan) -> list[ShardRecord]:

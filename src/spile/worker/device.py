@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from spile.errors import Failure
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
-from spile.models.decoder import forward, head_needed, layers_needed
+from spile.models.decoder import Edit, Steering, forward, head_needed, layers_needed
 from spile.models.layers import as_stored, finite_rows
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, tap_groups
@@ -111,8 +112,9 @@ class DeviceProducer(BatchProducer):
         some_rows: bool = False,
         progress: Progress | None = None,
         runs: Sequence[LayerRun] | None = None,
+        edits: Sequence[tuple[Tap, Edit]] = (),
     ) -> None:
-        self.params, self.config, self.taps = params, config, taps
+        self.params, self.config, self.taps, self._edits = params, config, taps, edits
         self.runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
         """How the layers of ``params`` are stacked."""
         self._tap_groups = tap_groups(taps, self.runs)
@@ -259,6 +261,7 @@ class DeviceProducer(BatchProducer):
             mixture=self.mixture,
             keep=keep,
             runs=self.runs,
+            edits=self._edits,
         )
         finite = jnp.concatenate([finite for _, finite in kept])
         finite = jax.lax.with_sharding_constraint(finite, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
@@ -343,6 +346,13 @@ def put(array: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def place_steering(steering: Steering | None, mesh: Mesh) -> Steering | None:
+    """Put the vectors on every device."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed: Steering | None = jax.tree.map(lambda value: put(value, everywhere), steering)
+    return placed
+
+
 def _blocks(array: jax.Array) -> list[list[RowBlock]]:
     """Return what this process holds of an array: for each of its taps, a block per group."""
     parts = [
@@ -373,6 +383,7 @@ def place_model(
     row_bytes: int,
     progress: Progress,
     prepare: Callable[[DeviceProducer], None],
+    steering: Steering | None = None,
 ) -> DeviceProducer:
     """Load a model onto all devices, including those of the other hosts of a pod.
 
@@ -385,6 +396,7 @@ def place_model(
         row_bytes: What one token takes in a shard.
         progress: Counters, messages and the timeline.
         prepare: Calls :meth:`DeviceProducer.prepare` for the first batch.
+        steering: Changes of taps.
 
     """
     config, dtype = files.config, spec.dtype
@@ -395,14 +407,14 @@ def place_model(
     for note in plan.notes(config):
         progress.log(note)
     place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
-    runs = choose_runs(config, taps, layers, itemsize)
+    runs, steering = choose_runs(config, taps, layers, itemsize), place_steering(steering, mesh)
     producer = DeviceProducer(
-        placed(config, dtype, runs, place, head=head),
+        replace(placed(config, dtype, runs, place, head=head), steering=steering),
         config,
         taps,
         store_dtype=spec.store_dtype,
         mesh=mesh,
-        attention=choose(config, mesh.devices.flat[0].platform, dtype),
+        attention=choose(config, mesh.devices.flat[0].platform, dtype, taps),
         dtype=dtype,
         block=sizes.batch_tokens,
         some_rows=spec.positions != ALL,
@@ -416,7 +428,8 @@ def place_model(
         producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
     try:
         with progress.timeline.span("weights"):
-            producer.params = load(files, dtype, layers, place, head=head, runs=runs)
+            weights = load(files, dtype, layers, place, head=head, runs=runs)
+            producer.params = replace(weights, steering=steering)
     except BaseException:
         producer.close()
         raise

@@ -401,7 +401,7 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
         if first is not None:
             producer.prepare(first)
 
-    return place_model(run.files, run.taps, run.spec, run.bytes_per_token, progress, prepare)
+    return place_model(run.files, run.taps, run.spec, run.bytes_per_token, progress, prepare, run.steering)
 
 
 # -- the stream -------------------------------------------------------------------------------------------------------

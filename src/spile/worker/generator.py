@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +44,7 @@ from spile.spec.run import Capture, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
-from spile.worker.device import put, translated
+from spile.worker.device import place_steering, put, translated
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Answer, AnswerRows, OutOfDeviceMemory, captured_tokens, check_tokens
 from spile.worker.progress import Progress
@@ -501,8 +501,9 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
         spec.batch_size,
         None if answers is None else -(-answers // shape[0]),
     )
+    weights = load(run.files, dtype, None, layout.place(mesh), head=True)
     return Generator(
-        load(run.files, dtype, None, layout.place(mesh), head=True),
+        replace(weights, steering=place_steering(run.steering, mesh)),
         config,
         run.taps,
         mesh=mesh,

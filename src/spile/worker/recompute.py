@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError, ModelError
 from spile.models.attention import choose
-from spile.models.decoder import forward, head_needed, layers_needed
+from spile.models.decoder import Steering, forward, head_needed, layers_needed
 from spile.models.experts import choose_mixture
 from spile.models.layers import as_stored
 from spile.models.model_files import ModelFiles
@@ -33,7 +33,7 @@ from spile.store.stream import read_run
 from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
 from spile.worker.producer import check_tokens, pack
-from spile.worker.resolve import find_model
+from spile.worker.resolve import find_model, steering_of_run
 from spile.worker.torch_backend import load_model, place_replicas, torch_devices
 from spile.worker.torch_producers import TorchProducer
 
@@ -75,7 +75,7 @@ class _Recomputer:
     """
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
-        self._files, self._dtype = files, run.dtype
+        self._files, self._dtype, self._steering = files, run.dtype, steering_of_run(run, files.config)
         self._platform = jax.default_backend()
         self._model: _TappedModel | None = None
         self._plan: BatchPlan | None = None
@@ -88,7 +88,7 @@ class _Recomputer:
             return
         check_tokens(samples, self._files.config.vocab_size)
         if self._model is None or self._model.taps != tuple(taps):
-            self._model = _TappedModel(self._files, self._dtype, tuple(taps), self._platform)
+            self._model = _TappedModel(self._files, self._dtype, tuple(taps), self._platform, self._steering)
         self._plan = self._one_shape(samples, taps)
         length = self._plan.row_length(self._plan.longest)
         shape = self._plan.rows(length), length
@@ -118,13 +118,16 @@ class _Recomputer:
 class _TappedModel:
     """A model's weights on the device and the programs that compute some taps with them."""
 
-    def __init__(self, files: ModelFiles, dtype: str, taps: tuple[TapRows, ...], platform: str) -> None:
+    def __init__(
+        self, files: ModelFiles, dtype: str, taps: tuple[TapRows, ...], platform: str, steering: Steering | None
+    ) -> None:
         self.taps, self._dtype, self._platform, self._config = taps, dtype, platform, files.config
         self._chosen = tuple(Tap.parse(tap.name) for tap in taps)
         layers = layers_needed(self._chosen, files.config.n_layers)
         self._runs = choose_runs(files.config, self._chosen, layers, 4)
         self._groups = tap_groups(self._chosen, self._runs)
-        self._params = load(files, dtype, layers, head=head_needed(self._chosen), runs=self._runs)
+        weights = load(files, dtype, layers, head=head_needed(self._chosen), runs=self._runs)
+        self._params = replace(weights, steering=steering)
         self._wide = jax.jit(lambda params: jax.tree.map(lambda x: x.astype(jnp.float32), params))(self._params)
         self._programs: dict[str, Any] = {}
         self._distances = jax.jit(self._measure_all)
@@ -156,7 +159,8 @@ class _TappedModel:
         def rows_of(params: Params, batch: jax.Array, places: jax.Array) -> tuple[jax.Array, ...]:
             return forward(
                 params, *(batch[:, part] for part in range(3)), config=self._config, taps=self._chosen,
-                attention=choose(self._config, self._platform, dtype), mixture=choose_mixture(self._platform),
+                attention=choose(self._config, self._platform, dtype, self._chosen),
+                mixture=choose_mixture(self._platform),
                 keep=lambda _, x: x.reshape(-1, x.shape[-1])[places], runs=self._runs,
             )  # fmt: skip
 

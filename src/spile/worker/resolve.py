@@ -5,15 +5,18 @@ Nothing is written here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 from spile.data.prompts import kept_fields
 from spile.data.stream import SampleStream, open_stream
@@ -21,16 +24,21 @@ from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import ModelError, RunMismatch, SpecError, UnsupportedModel, untrusted
 from spile.models import model_files
 from spile.models.adapters import find_adapter
+from spile.models.architecture import ModelConfig
+from spile.models.decoder import Steering
 from spile.models.model_files import GENERATION
-from spile.objects import open_folder
-from spile.objects.folder import Folder
+from spile.models.safetensors_files import DTYPES as WEIGHT_DTYPES
+from spile.objects import open_folder, split
+from spile.objects.folder import Folder, NotFound
 from spile.objects.mirror import MirrorFolder
 from spile.reading.dataset import no_config, stored_tokens
+from spile.reading.dataset import open as open_dataset
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD, DataSpec, ExtractSpec, GenerationSpec, PromptSpec
+from spile.spec.safetensors import parse_header
 from spile.spec.sample import Sample
-from spile.spec.taps import Tap, TapRows, row_bytes, select_taps, tap_rows
+from spile.spec.taps import REPORTED, Steer, Tap, TapRows, row_bytes, tap_rows
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
 from spile.store.stream import join_run, read_run, read_stream
@@ -138,9 +146,107 @@ def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
         ) from unsupported
 
 
+def check_editable(tap: Tap, config: ModelConfig, flag: str) -> int:
+    """Return the width of a tap that is to be edited; refuse one that the model does not have or does not read."""
+    if tap.spec is None or tap.site in REPORTED:
+        raise SpecError(flag, expected="a tap that the model computes with, such as residual.12", found=str(tap))
+    if tap.layer is not None and tap.layer >= config.n_layers:
+        raise SpecError(flag, expected=f"layers 0 to {config.n_layers - 1} of the model", found=str(tap))
+    return tap_rows(tap, config.sizes(tap.layer), "float32").width
+
+
+def read_steering(words: Sequence[str], config: ModelConfig) -> Steering | None:
+    """Read the vectors of ``--steer`` and check that they fit the model; None without words."""
+    if not words:
+        return None
+    steers = [Steer.parse(word) for word in words]
+    values = [_read_change(steer, config, f"--steer {word}") for steer, word in zip(steers, words, strict=True)]
+    return Steering(tuple(each.tap for each in steers), tuple(each.kind for each in steers), tuple(values))
+
+
+def _read_change(steer: Steer, config: ModelConfig, flag: str) -> npt.NDArray[np.float32]:
+    width = check_editable(steer.tap, config, flag)
+    if steer.kind == "zero":
+        return np.zeros(0, np.float32)
+    found = _sample_rows(steer, flag) if steer.kind == "patch" else _read_vector(steer, flag)
+    shape = (-1, width) if steer.kind == "patch" else (width,)
+    if found.shape[-1] != width and found.size != width:
+        raise SpecError(flag, expected=f"{width} numbers, the width of {steer.tap}", found=f"the shape {found.shape}")
+    if steer.kind != "patch" and found.size != width:
+        raise SpecError(flag, expected="one vector", found=f"the shape {found.shape}")
+    values = found.reshape(shape).astype(np.float32) * np.float32(steer.scale)
+    if not np.isfinite(values).all():
+        raise SpecError(flag, expected="finite numbers", found="NaN or infinity")
+    if steer.kind != "ablate":
+        return values
+    norm = np.linalg.norm(values)
+    if not norm > 0:
+        raise SpecError(flag, expected="a direction", found="a vector of zeros")
+    return (values / norm).astype(np.float32)
+
+
+def _read_vector(steer: Steer, flag: str) -> npt.NDArray[Any]:
+    """Read one tensor of a safetensors file."""
+    folder, key = split(steer.source)
+    try:
+        content = open_folder(folder).get(key)
+        header = parse_header(content, len(content))
+    except NotFound as error:
+        raise SpecError(flag, expected="a safetensors file", found=f"no file {steer.source}") from error
+    except ValueError as error:
+        raise SpecError(flag, expected="a safetensors file", found=str(error)) from error
+    names = sorted(header.places)
+    if steer.name and steer.name not in names:
+        raise SpecError(flag, expected=f"a tensor of the file: {', '.join(names)}", found=repr(steer.name))
+    if not steer.name and len(names) != 1:
+        fix = f"name one: {steer.source}#{names[0]}" if names else None
+        raise SpecError(flag, expected="a file with one tensor", found=f"{len(names)} tensors", fix=fix)
+    place = header.places[steer.name or names[0]]
+    if place.code not in WEIGHT_DTYPES and place.code != "F64":
+        raise SpecError(flag, expected="a tensor of F64, F32, F16 or BF16", found=place.code)
+    return np.frombuffer(content[place.start : place.stop], place.dtype).reshape(place.shape)
+
+
+def _sample_rows(steer: Steer, flag: str) -> npt.NDArray[Any]:
+    """Read the rows of a sample at the tap; every token of the sample must have one."""
+    try:
+        sample = open_dataset(steer.source)[int(steer.name) if steer.name.isdecimal() else steer.name]
+    except (IndexError, KeyError) as error:
+        raise SpecError(flag, expected=f"a sample of {steer.source}", found=str(error)) from error
+    if len(sample) != len(sample.context):
+        found = f"rows of {len(sample)} of its {len(sample.context)} tokens"
+        raise SpecError(flag, expected="a sample with rows of all tokens", found=found)
+    return sample[steer.tap]
+
+
+def steering_hash(steering: Steering | None) -> str | None:
+    """Return a hash of everything that a steering changes in the numbers."""
+    if steering is None:
+        return None
+    digest = hashlib.sha256()
+    for tap, kind, value in zip(steering.taps, steering.kinds, steering.values, strict=True):
+        digest.update(f"{tap}={kind}{value.shape}".encode() + value.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def steering_of_run(run: RunIdentity, config: ModelConfig) -> Steering | None:
+    """Read the vectors that a stored run was steered with; refuse other vectors."""
+    steering = read_steering(run.steer, config)
+    if steering_hash(steering) != run.steering:
+        raise RunMismatch(
+            f"--steer {' '.join(run.steer)} of this run",
+            expected=f"vectors with the hash {run.steering}",
+            found=f"{steering_hash(steering)}",
+            fix="put the vectors of the run back",
+        )
+    return steering
+
+
 def rows_of(files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str) -> tuple[TapRows, ...]:
     """Return name, shape and dtype of the stored rows of each tap."""
     if backend == "torch":
+        if any(tap.gradient for tap in taps):
+            raise SpecError("--gradients loss", expected="a model that runs in JAX", found="--backend torch")
         return torch_rows(files, taps, store_dtype)
     return tuple(tap_rows(tap, files.config.sizes(tap.layer), store_dtype) for tap in taps)
 
@@ -173,6 +279,7 @@ class ResolvedRun:
     identity: RunIdentity
     stream_identity: StreamIdentity
     tokenizer: Tokenizer
+    steering: Steering | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -230,18 +337,16 @@ def _resolve(
     platform: Future[str],
     weights: Future[str],
 ) -> ResolvedRun:
-    taps = select_taps(spec.taps, spec.layers, files.config.n_layers, spec.heads, spec.top_k)
+    taps = spec.selected_taps(files.config.n_layers)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
     rows = rows_of(files, taps, spec.store_dtype, spec.backend)
+    steering = _steering(spec, files.config)
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
     spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, known)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
     refuse_no_answers(spec, samples.prompt.kind)
-    dtype = spec.dtype
-    if dtype == "auto":
-        where = platform.result() if spec.backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
-        dtype = known.dtype if known else compute_dtype_for(where)  # type: ignore[assignment]
+    spec = replace(spec, dtype=_compute_dtype(spec, known, platform))
     identity = RunIdentity(
         model=files.name,
         revision=files.revision,
@@ -254,13 +359,15 @@ def _resolve(
         seed=spec.data.seed,
         max_seq_length=spec.data.max_seq_length,
         long=spec.data.long,
-        dtype=dtype,
+        dtype=spec.dtype,
         store_dtype=spec.store_dtype,
         backend=known.backend if known is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
         vocab_size=files.config.vocab_size or None,
         keep=tuple(sorted(kept_fields(samples.prompt, spec.data))),
         positions=spec.positions,
+        steer=spec.steer,
+        steering=steering_hash(steering),
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(
@@ -281,7 +388,27 @@ def _resolve(
         check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
     if known is not None:
         join_run(root, identity)  # compares: a run with other numbers is refused before anything is loaded
-    return ResolvedRun(replace(spec, dtype=dtype), root, files, taps, rows, samples, identity, stream, tokenizer)
+    return ResolvedRun(spec, root, files, taps, rows, samples, identity, stream, tokenizer, steering)
+
+
+def _compute_dtype(spec: ExtractSpec, known: RunIdentity | None, platform: Future[str]) -> Any:
+    """Return the dtype of the computation: as asked for, of the existing run, or by the device."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    where = platform.result() if spec.backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
+    return known.dtype if known else compute_dtype_for(where)
+
+
+def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
+    """Read the vectors of ``--steer``; refuse changes that would have no effect, and gradients of answers."""
+    if spec.generation is not None and spec.gradients != "none":
+        raise SpecError("--gradients loss", expected="spile extract", found="spile infer", fix="extract the answers")
+    if spec.steer and spec.backend == "torch":
+        raise SpecError("--steer", expected="a model that runs in JAX", found="--backend torch")
+    at_end = [word for word in spec.steer if Steer.parse(word).tap.site == "final_norm"]
+    if at_end and spec.generation is not None:
+        raise SpecError(f"--steer {at_end[0]}", expected="a tap before the final norm", found="final_norm")
+    return read_steering(spec.steer, config)
 
 
 def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabulary: int) -> SampleStream:

@@ -51,7 +51,7 @@ from spile.worker.extract import join, make_producer
 from spile.worker.pipeline import LocalControl, Pipeline, Sink, StreamSink, plan_shards
 from spile.worker.producer import BatchProducer, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
-from spile.worker.resolve import ResolvedRun, find_model, resolve
+from spile.worker.resolve import ResolvedRun, find_model, read_steering, resolve
 from spile.worker.sizes import sizes_for_stream
 from spile.worker.torch_producers import torch_producer
 
@@ -257,7 +257,10 @@ class WorkerJob(NamedTuple):
         files, backend = find_model(self.spec, None, self.spec.output)
         if backend == "torch":
             return torch_producer(files, self.taps, self.spec, self.batch_tokens, progress)
-        return place_model(files, self.taps, self.spec, self.bytes_per_token, progress, lambda _producer: None)
+        steering = read_steering(self.spec.steer, files.config)
+        return place_model(
+            files, self.taps, self.spec, self.bytes_per_token, progress, lambda _producer: None, steering
+        )
 
 
 class Computing:

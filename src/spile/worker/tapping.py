@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -19,6 +20,7 @@ from spile.data.tables import RowSource
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError, naming
 from spile.models.attention import choose
+from spile.models.decoder import Edit, TokenInfo
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs
 from spile.models.weights import load
@@ -26,14 +28,14 @@ from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
 from spile.spec.positions import choose_positions
-from spile.spec.run import EVERY_FIELD, LongPolicy, PromptKind, RunSpec, make_spec
+from spile.spec.run import EVERY_FIELD, Gradients, LongPolicy, PromptKind, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
-from spile.spec.taps import Tap, select_taps, tap_rows
+from spile.spec.taps import Tap, tap_rows
 from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Producer, refuse_no_answers
-from spile.worker.resolve import compute_dtype_for, find_model, prompt_tokenizer
+from spile.worker.resolve import check_editable, compute_dtype_for, find_model, prompt_tokenizer
 from spile.worker.torch_backend import learned_positions, load_replicas, torch_devices
 from spile.worker.torch_producers import TorchProducer
 
@@ -45,6 +47,9 @@ _MOST_TOKENS = 1 << 14
 
 _Array = npt.NDArray[Any]
 
+EditFunction = Callable[..., Any]
+"""Changes a tap: ``edit(rows)`` or ``edit(rows, info)`` returns the new rows ``[tokens, width]``, in JAX."""
+
 
 class TapOptions(TypedDict, total=False):
     """The options of :func:`spile.tap` for the texts: which tokens are returned, and how rows become prompts."""
@@ -52,6 +57,8 @@ class TapOptions(TypedDict, total=False):
     layers: Sequence[int] | str | int | None
     heads: Sequence[int] | str | int | None
     top_k: int
+    attention_top: int
+    gradients: Gradients
     positions: str
     prompt: PromptKind
     template_from: str | None
@@ -146,6 +153,8 @@ class Model:
     weights: Any
     """The parameters in JAX, or a replica of the module per device in PyTorch."""
     _producers: dict[tuple[Tap, ...], Producer] = field(default_factory=dict)
+    _edited: tuple[object, Producer] | None = None
+    """The edits and taps of the last call of :meth:`run` with edits, and its program."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -166,15 +175,41 @@ class Model:
             options: As for :func:`spile.tap`: ``layers``, ``positions``, ``prompt``, ``column``, ``max_seq_length``, ….
         """
         with naming("spile.tap"):
-            return self._tap([taps] if isinstance(taps, str) else list(taps), data, options)
+            return self._run(taps, data, {}, options)
 
-    def _tap(self, words: Sequence[str], data: Any, options: Mapping[str, Any]) -> Activations:
-        spec = self._spec(words, options)
-        wanted = select_taps(spec.taps, spec.layers, self.files.config.n_layers, spec.heads, spec.top_k)
+    def run(
+        self,
+        data: Any,
+        *,
+        edit: Mapping[str, EditFunction] | None = None,
+        taps: Sequence[str] | str = "residual",
+        **options: Unpack[TapOptions],
+    ) -> Activations:
+        """Run some texts with changed activations, and return the activations as :meth:`tap` does.
+
+        Args:
+            data: A list of strings, dicts, chats or lists of token ids, a frame, or the name of a dataset.
+            edit: For each tap, such as ``residual.12`` or ``z.3.0-1``, a function of its rows. ``edit(rows)`` gets an
+                array ``[tokens, width]`` with the tokens of several samples and returns one of the same shape.
+                ``edit(rows, info)`` also gets ``info.ids``, ``info.positions`` and ``info.last``: the token id of each
+                row, its position in its sample, and whether it is the last of its sample. The function is compiled with
+                ``jax.jit``; the program is reused if the next call passes the same functions.
+            taps: What to return, such as ``["residual.12", "logits"]``. An edited tap has the edited value.
+            options: As for :func:`spile.tap`.
+        """
+        with naming("model.run"):
+            return self._run(taps, data, edit or {}, options)
+
+    def _run(
+        self, taps: Sequence[str] | str, data: Any, edit: Mapping[str, EditFunction], options: Mapping[str, Any]
+    ) -> Activations:
+        spec = self._spec([taps] if isinstance(taps, str) else list(taps), options)
+        edits = self._edits(edit)
+        wanted = spec.selected_taps(self.files.config.n_layers)
         items = self._samples(data, spec)
         samples = [item for item in items if isinstance(item, Sample)]
         with self._lock:  # one call at a time: two would hold the device's memory of both
-            found = self._compute(samples, wanted)
+            found = self._compute(samples, wanted, edits)
         names = [str(tap) for tap in wanted]
         tapped = [
             TappedSample(sample, {name: found[sample.index][name] for name in names}, self.tokenizer)
@@ -222,12 +257,23 @@ class Model:
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def _compute(self, samples: Sequence[Sample], wanted: Sequence[Tap]) -> dict[int, dict[str, _Array]]:
+    def _edits(self, edit: Mapping[str, EditFunction]) -> tuple[tuple[Tap, EditFunction], ...]:
+        """Return the taps of the edits; refuse those that the model does not have or that nothing follows."""
+        if edit and self.spec.backend == "torch":
+            raise SpecError("edit", expected="a model that runs in JAX", found=f"{self.name}, which runs in PyTorch")
+        found = tuple((Tap.parse(name), function) for name, function in edit.items())
+        for tap, _ in found:
+            check_editable(tap, self.files.config, "edit")
+        return found
+
+    def _compute(
+        self, samples: Sequence[Sample], wanted: Sequence[Tap], edits: tuple[tuple[Tap, EditFunction], ...]
+    ) -> dict[int, dict[str, _Array]]:
         """Return the rows of each sample, by its index, at the wanted taps."""
         taps = self._computed_taps(wanted)
-        if taps not in self._producers:
-            self._producers[taps] = self._producer(taps)
-        producer = self._producers[taps]
+        producer = self._edited_producer(taps, edits) if edits else self._producers.get(taps)
+        if producer is None:
+            producer = self._producers[taps] = self._producer(taps)
         names = {number: str(tap) for number, tap in enumerate(taps) if tap in wanted}
         found: dict[int, dict[str, _Array]] = {sample.index: {} for sample in samples}
         whole = [replace(sample, positions=None) for sample in samples]
@@ -238,6 +284,13 @@ class Model:
                 for index, rows in _by_sample(batch, blocks[number]):
                     found[index][name] = as_float32(chosen[index].of_rows(rows)).copy()
         return found
+
+    def _edited_producer(self, taps: tuple[Tap, ...], edits: tuple[tuple[Tap, EditFunction], ...]) -> Producer:
+        """Return the producer of the last call if it had the same edits: new functions are a new program."""
+        if self._edited is None or self._edited[0] != (taps, edits):
+            bound = [(tap, _checked_edit(tap, function)) for tap, function in edits]
+            self._edited = (taps, edits), self._producer(taps, bound)
+        return self._edited[1]
 
     def _computed_taps(self, wanted: Sequence[Tap]) -> tuple[Tap, ...]:
         """Return the taps that one program computes.
@@ -269,7 +322,7 @@ class Model:
         longest = max(map(len, samples), default=1)
         return BatchPlan(tokens, None, longest, groups, shortest_row=_LEAST_TOKENS)
 
-    def _producer(self, taps: tuple[Tap, ...]) -> Producer:
+    def _producer(self, taps: tuple[Tap, ...], edits: Sequence[tuple[Tap, Edit]] = ()) -> Producer:
         dtype = self.spec.dtype
         if self.spec.backend == "torch":
             return TorchProducer(self.weights, taps, store_dtype="float32", dtype=dtype, most_tokens=_MOST_TOKENS)
@@ -280,9 +333,10 @@ class Model:
             taps,
             store_dtype="float32",
             mesh=placed.mesh,
-            attention=choose(self.files.config, placed.mesh.devices.flat[0].platform, dtype),
+            attention=choose(self.files.config, placed.mesh.devices.flat[0].platform, dtype, taps),
             dtype=dtype,
             runs=placed.runs,
+            edits=edits,
         )
 
     def __repr__(self) -> str:
@@ -320,6 +374,20 @@ def _placed(files: ModelFiles, spec: RunSpec) -> _PlacedWeights:
     runs = choose_runs(config, (), config.n_layers, itemsize)
     place = plan_mesh(config, shape).place(mesh)
     return _PlacedWeights(load(files, spec.dtype, config.n_layers, place, head=True, runs=runs), runs, mesh)
+
+
+def _checked_edit(tap: Tap, function: EditFunction) -> Edit:
+    """Return a user's function with two parameters, whose result is checked."""
+    parameters = inspect.signature(function).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+
+    def edit(rows: jax.Array, info: TokenInfo) -> jax.Array:
+        new = jnp.asarray(function(rows, info) if len(needed) > 1 else function(rows))
+        if new.shape != rows.shape:
+            raise SpecError(f"edit of {tap}", expected=f"rows of the shape {rows.shape}", found=f"{new.shape}")
+        return new.astype(rows.dtype)
+
+    return edit
 
 
 def _exists(tap: Tap, files: ModelFiles) -> bool:
