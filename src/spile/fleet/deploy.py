@@ -100,7 +100,6 @@ class StreamsPlan:
 
 
 def existing_streams(url: str) -> StreamsPlan:
-    """Return the plan for streams that are already in a bucket."""
     return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
 
 
@@ -341,7 +340,6 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
 
 
 def streams_with_commits(root: str, fleet: FleetSpec) -> list[int]:
-    """Return the fleet's streams of which something is stored."""
     folder = open_folder(root)
     return [stream for stream in range(fleet.stream_count) if stream_has_commits(folder, stream)]
 

@@ -51,7 +51,6 @@ def fleet_url(bucket: str, name: str) -> str:
 
 
 def fleets_of(bucket: str) -> list[FleetSpec]:
-    """Return the specifications of all fleets that were deployed to a bucket."""
     folder = open_folder(f"{bucket.rstrip('/')}/fleet")
     keys = [info.key for info in folder.list() if info.key.count("/") == 1 and info.key.endswith(f"/{FLEET}")]
     return [FleetSpec.from_json(folder.get(key), f"{folder.url}/{key}") for key in sorted(keys)]
@@ -85,7 +84,6 @@ class WorkerReport:
     """What this worker's machines have cost so far, by the agents' own clocks."""
 
     def to_json(self) -> bytes:
-        """Return the content of ``workers/NAME.json``."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
@@ -151,7 +149,6 @@ class FleetHome:
         self.folder.put(FLEET, data)
 
     def read_ordered(self) -> FleetSpec:
-        """Return the specification with the orders that were given since the deploy."""
         return self.ordered(self.read_fleet())
 
     def ordered(self, fleet: FleetSpec) -> FleetSpec:
@@ -188,7 +185,6 @@ class FleetHome:
         self.folder.put(f"orders/{name}.json", json.dumps(order, indent=1).encode())
 
     def read_history(self) -> History:
-        """Return the history that the last monitor stored."""
         keys = sorted(info.key for info in self.folder.list("history/"))
         return History.from_json(self.folder.get(keys[-1])) if keys else History()
 
@@ -244,7 +240,6 @@ _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
-    """Return the user and host name, for display."""
     return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
 
 
@@ -391,7 +386,6 @@ REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
 
 
 def sha256(data: bytes) -> str:
-    """Return the sha256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 

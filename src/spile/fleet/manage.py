@@ -54,7 +54,6 @@ class NodeResult:
 
     @property
     def bad(self) -> bool:
-        """Whether the machine is not in the requested state."""
         return self.what in ("failed", "skipped")
 
 
@@ -64,7 +63,6 @@ def slice_secret() -> dict[str, str]:
 
 
 def request_for(fleet: FleetSpec, worker: int, metadata: Mapping[str, str]) -> NodeRequest:
-    """Return the request for a worker's machine."""
     labels = {**fleet.machine.labels, **fleet.labels, WORKER_LABEL: str(worker)}
     return replace(fleet.machine, labels=labels, metadata={**fleet.machine.metadata, **metadata})
 
@@ -127,7 +125,6 @@ def by_zone(
 
 
 def settle(provider: Provider, operation: Operation, every: float | None = None) -> Operation:
-    """Wait until an operation is done."""
     while not operation.done:
         pause(every)
         operation = provider.operation(operation.zone, operation.name)
@@ -152,8 +149,6 @@ def create(
     report: ReportResult = lambda _: None,
     every: float | None = None,
 ) -> list[NodeResult]:
-    """Create every machine of a fleet that does not exist."""
-
     def zone_work(zone: str) -> list[NodeResult]:
         existing = {node.name: node for node in provider.nodes(zone)}
         waiting: list[tuple[Worker, Operation | None]] = []
@@ -481,7 +476,6 @@ def _hosts_of_node(node: Node, number: int, internal_ip: bool) -> list[Host]:
 
 
 def find_hosts(prefix: str, *, project: str | None, zone: str | None, internal_ip: bool) -> list[Host]:
-    """Return the hosts that a prefix names, in one zone or in all."""
     settings = read_settings(os.environ, project=project)
     nodes = CloudTpu(settings).nodes(zone or "-")
     return hosts_of(nodes, prefix, internal_ip=internal_ip, zone=zone or settings.zone)

@@ -424,7 +424,6 @@ class FleetMonitor:
         self._root = ""
 
     def step(self) -> FleetStatus:
-        """Run one round and return the status."""
         self.fleet = self._read_fleet()
         holder = self.lease.holder() if self._watch_only else self.lease.take()
         number = self.lease.number
@@ -576,7 +575,6 @@ _SECONDS = 10.0
 
 
 def check_url(url: str) -> str:
-    """Check the address of a webhook."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise SpecError("--notify", expected="https://…", found=repr(url))
     return url

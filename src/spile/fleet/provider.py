@@ -54,7 +54,6 @@ class NodeState(_ApiState):
     life: Life
 
     def __new__(cls, value: str, life: Life, meaning: str) -> NodeState:
-        """Create a state with its meaning."""
         state = str.__new__(cls, value)
         state._value_ = value
         state.life = life
@@ -86,7 +85,6 @@ class QueuedState(_ApiState):
     node: NodeState
 
     def __new__(cls, value: str, node: NodeState, meaning: str) -> QueuedState:
-        """Create a state with its meaning."""
         state = str.__new__(cls, value)
         state._value_ = value
         state.node = node

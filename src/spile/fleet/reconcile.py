@@ -25,7 +25,6 @@ from spile.fleet.spec import (
 
 
 def past_of(history: History, worker: Worker) -> WorkerHistory:
-    """Return a worker's history; a new one if there is none."""
     return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
 
 
@@ -119,7 +118,6 @@ def begin(fleet: FleetSpec, history: History) -> History:
 
 
 def update_history(look: FleetCase) -> History:
-    """Return the history after an observation."""
     look = replace(look, history=begin(look.fleet, look.history))
     fleet, observed, history, now = look.fleet, look.observed, look.history, look.now
     blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
@@ -309,7 +307,6 @@ def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: f
 
 
 def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, ActionOutcome]], now: float) -> History:
-    """Return the history after these actions."""
     workers, blocks = dict(history.workers), dict(history.blocks)
     by_id = {worker.id: worker for worker in fleet.workers}
     for action, outcome in done:

@@ -145,17 +145,14 @@ class FleetSpec:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels of the fleet's machines."""
         return {FLEET_LABEL: self.name}
 
     @property
     def root(self) -> str:
-        """The dataset's folder."""
         return str(self.run.get("output") or "")
 
     @property
     def streams(self) -> str | None:
-        """The folder of streams."""
         return self.run.get("dataset_dir")
 
     @property
@@ -189,7 +186,6 @@ class FleetSpec:
         return _dollars_per_hour(node.accelerator_type, node.preemptible)
 
     def to_json(self) -> bytes:
-        """Return the content of ``fleet.json``."""
         return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
 
     @classmethod
@@ -244,7 +240,6 @@ def keep_numbers(workers: tuple[Worker, ...], before: tuple[Worker, ...]) -> tup
 
 
 def owns(fleet: str, node: Node) -> bool:
-    """Return whether the node carries the fleet's label."""
     return node.labels.get(FLEET_LABEL) == fleet
 
 
@@ -305,7 +300,6 @@ class Observed:
         return frozenset((node.zone, node.name) for node in self.nodes if not owns(self.fleet, node))
 
     def pulse(self, worker: int) -> Pulse:
-        """Return a worker's pulse; an empty one if there is none."""
         return self.pulses.get(worker, Pulse())
 
     def beat(self, worker: int, node: Node) -> float | None:
@@ -426,7 +420,6 @@ class History:
         return self.settled + sum(bill.dollars for bill in self.bills.values())
 
     def to_json(self) -> bytes:
-        """Return the content of ``history/NNNNNN.json``."""
         return orjson.dumps(self, option=orjson.OPT_NON_STR_KEYS)
 
     @classmethod

@@ -196,7 +196,6 @@ class Transfers:
         return out
 
     def shell(self, host: Host, script: str, given: bytes = b"") -> bytes:
-        """Run a script in the host's shell and return its output."""
         return self.run(host, self.access.command(host, script), given)
 
 

@@ -131,7 +131,6 @@ class Job:
     """Whether processes that a successful command leaves behind keep running."""
 
     def line(self) -> bytes:
-        """Return the line that tells the guard to start."""
         argv = ["bash", "-lc", self.command]
         return json.dumps({"argv": argv, "folder": self.folder, "env": self.env, "keep": self.keep}).encode() + b"\n"
 
@@ -202,7 +201,6 @@ class Session:
             raise self._trouble()
 
     def go(self, job: Job) -> None:
-        """Start the command."""
         self._began = time.monotonic()
         self._write(job.line())
 

@@ -64,7 +64,6 @@ class Container:
 
 
 def build_words(runtime: str, target: Device, image: str, context: str) -> list[str]:
-    """Return the command that builds the image from a checkout."""
     return [runtime, "build", "--target", target, "--tag", image, context]
 
 

@@ -116,5 +116,4 @@ class ClusterJob:
 
     @property
     def at_once(self) -> int:
-        """The number of streams that are processed at once."""
         return min(self.workers or len(self.streams), len(self.streams))

@@ -165,7 +165,6 @@ class KubernetesJob:
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
-    """Return the manifests for ``kubectl apply``, in order."""
     run = job.job
     if run.hosts == 1:
         return [_indexed_job(job)]

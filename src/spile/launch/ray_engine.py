@@ -104,11 +104,9 @@ class Gang:
 
     @property
     def placed(self) -> bool:
-        """Whether its hosts have been chosen."""
         return bool(self.nodes)
 
     def words(self, number: int, coordinator: str) -> list[str]:
-        """Return the arguments for one of its hosts."""
         place = ["--coordinator-address", coordinator, "--process-id", str(number)]
         return [*self.task.words, *place, "--num-processes", str(self.size)]
 

@@ -70,7 +70,6 @@ class LaunchCounter:
             self._now = replace(self._now, others=self._now.others + 1, how="")
 
     def environment(self) -> dict[str, str]:
-        """Return the variable for the next launch."""
         return {VARIABLE: str(self._now)}
 
 

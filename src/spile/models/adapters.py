@@ -73,7 +73,6 @@ class Adapter:
         return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
 
     def modules(self) -> set[str]:
-        """Return the modules of the model that it changes."""
         return {module for module, _, _ in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, str, Entry]]:

@@ -185,7 +185,6 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     def stacked(self, count: int) -> Tensor:

@@ -275,7 +275,6 @@ def describe(
 
 
 def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
-    """Return the single file, or those of the index."""
     if INDEX in present:
         files = sorted(set(read_index((small / INDEX).read_bytes(), f"{INDEX} of {name}").values()))
         missing = [file for file in files if file not in present]

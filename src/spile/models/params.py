@@ -47,7 +47,6 @@ class LayerRun:
 
 
 def one_run_per_layer(n_layers: int) -> tuple[LayerRun, ...]:
-    """Return one run per layer: no scan."""
     return tuple(LayerRun(layer) for layer in range(n_layers))
 
 
@@ -204,7 +203,6 @@ def abstract(config: ModelConfig, dtype: DTypeLike, n_layers: int | None = None,
 
 
 def axes(config: ModelConfig, n_layers: int | None = None, *, head: bool = False) -> Params:
-    """Return the same tree with the logical axes of each tensor."""
     return build(config, n_layers, lambda _, tensor: tensor.axes, head=head)
 
 

@@ -154,7 +154,6 @@ class Piece:
 
     @property
     def file(self) -> str:
-        """The file, for error messages."""
         return self.entries[0].file
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
@@ -195,11 +194,9 @@ class PieceStack:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the model."""
         return len(self.pieces), *self.pieces[0].shape
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
-        """Read a slice."""
         chosen = self.pieces[slice(*bounds[0])] if bounds else self.pieces
         return np.stack([piece.read(source, bounds[1:]) for piece in chosen])
 

@@ -193,12 +193,10 @@ class _Leaf:
 
     @classmethod
     def joined(cls, leaves: Sequence[_Leaf]) -> _Leaf:
-        """Join the same leaf of several layers."""
         names = tuple(name for leaf in leaves for name in leaf.names)
         return cls(names, leaves[0].tensor.stacked(len(leaves)))
 
     def piece(self, pieces: Mapping[str, Piece]) -> Piece | PieceStack:
-        """Return its place in the files."""
         own = tuple(pieces[name] for name in self.names)
         return own[0] if len(own) == 1 else PieceStack(own)
 

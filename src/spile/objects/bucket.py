@@ -124,7 +124,6 @@ class Bucket:
 
     @property
     def connection(self) -> _Connection:
-        """The connection of this process."""
         with self._lock:
             if self._connection is None or self._connection.process != os.getpid():
                 self._connection = _Connection(self.cloud)
@@ -325,7 +324,6 @@ class BucketFolder:
         self._run("delete", key, tolerant)
 
     def region(self) -> str | None:
-        """Return the bucket's region, or None if the cloud does not tell."""
         return self._run("read", "", self.bucket.cloud.region)
 
     def _name(self, key: str) -> str:

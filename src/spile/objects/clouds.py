@@ -65,13 +65,11 @@ class Cloud(Protocol):
 
 
 def cloud_of(scheme: str, bucket: str) -> Cloud:
-    """Return the cloud for a URL's scheme."""
     kinds: dict[str, Callable[[str], Cloud]] = {"gs": GoogleBucket, "s3": AmazonBucket, "az": AzureContainer}
     return kinds[scheme](bucket)
 
 
 def _connection(url: str, seconds: float, retries: int) -> dict[str, Any]:
-    """Return obstore's connection options."""
     limit = timedelta(seconds=seconds)
     options = {
         "read_timeout": limit,
@@ -306,7 +304,6 @@ _worked: Any = None
 
 
 def _botocore_session() -> Any:
-    """Return botocore's session, or None if botocore is not installed."""
     global _session
     with _lock:
         if _session is None:

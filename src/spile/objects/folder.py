@@ -71,7 +71,6 @@ class Stats:
     def add(
         self, *, requests: int = 0, retries: int = 0, waited: float = 0.0, bytes_written: int = 0, bytes_read: int = 0
     ) -> None:
-        """Add to the counters atomically."""
         with self._lock:
             self.requests += requests
             self.retries += retries
@@ -261,7 +260,6 @@ T = TypeVar("T")
 
 
 def get_if_present(folder: Folder, key: str) -> bytes | None:
-    """Return the whole object, or None if it does not exist."""
     try:
         return folder.get(key)
     except NotFound:

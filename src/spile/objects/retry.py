@@ -80,12 +80,10 @@ class RequestFailure(Exception):
 
     @property
     def no_bucket(self) -> bool:
-        """Whether the bucket does not exist."""
         return self.code in ("NoSuchBucket", "ContainerNotFound")
 
     @property
     def absent(self) -> bool:
-        """Whether the object does not exist."""
         return self.status == 404 and not self.no_bucket
 
     @property

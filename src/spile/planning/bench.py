@@ -271,7 +271,6 @@ def _resident() -> int:
 
 
 def _tenths(series: Sequence[_Point]) -> list[float]:
-    """Return the tokens/s of each tenth of the time."""
     marks = [series[place] for place in range(0, len(series), max(1, len(series) // 10))]
     pairs = itertools.pairwise(marks)
     return [round((now[1] - before[1]) / (now[0] - before[0])) for before, now in pairs]
@@ -443,7 +442,6 @@ class Naive(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Real tokens per second."""
         return self.tokens / self.seconds
 
 

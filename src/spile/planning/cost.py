@@ -124,7 +124,6 @@ class Estimate:
 
     @property
     def slowest(self) -> Limit:
-        """The slowest stage."""
         return max(self.limits, key=lambda limit: limit.hours)
 
     @property

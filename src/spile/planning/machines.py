@@ -140,7 +140,6 @@ class Machine:
 
     @property
     def grid(self) -> str:
-        """The chips' grid: ``8x8``."""
         return "x".join(map(str, self.shape))
 
     def __str__(self) -> str:

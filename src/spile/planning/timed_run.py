@@ -38,7 +38,6 @@ class TimedRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the whole process."""
         return self.tokens / self.seconds
 
     @property

@@ -48,7 +48,6 @@ class Program:
     mesh_shape: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields for the compiler's process."""
         return {**dataclasses.asdict(self), "taps": [str(tap) for tap in self.taps]}
 
     @classmethod

@@ -79,7 +79,6 @@ class Beat:
     """The time of the last change of the counts or the phase: a worker can be alive without making progress."""
 
     def age(self, now: float) -> float:
-        """Return the seconds since the heartbeat was written."""
         return now - datetime.fromisoformat(self.updated).timestamp()
 
     def idle(self, now: float) -> float | None:
@@ -87,7 +86,6 @@ class Beat:
         return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the heartbeat as it is stored."""
         return asdict(self)
 
     @classmethod
@@ -169,7 +167,6 @@ class Heartbeat:
         self._tail.append(hide_values(line, self._hidden)[:_LINE])
 
     def note_error(self, error: BaseException | str) -> None:
-        """Record the last error."""
         text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             text = "interrupted"

@@ -84,7 +84,6 @@ def shard_host(name: str) -> int | None:
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a name has the form of a shard's name."""
     return _SHARD.fullmatch(name) is not None
 
 

@@ -84,12 +84,10 @@ class PredictionsRecord:
     count: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as the commit stores it."""
         return {"name": self.name, "size": self.size, "crc32c": to_hex(self.crc32c), "count": self.count}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> PredictionsRecord:
-        """Return the record that :meth:`to_json` described."""
         return cls(str(fields["name"]), int(fields["size"]), from_hex(fields["crc32c"]), int(fields["count"]))
 
 
@@ -179,7 +177,6 @@ class Commit:
     """The rows of a streamed dataset that were read since the last commit."""
 
     def to_bytes(self) -> bytes:
-        """Return the content of the commit's object."""
         return seal(
             {
                 "format": FORMAT,
@@ -232,11 +229,9 @@ class Commit:
         return stored + [(skip.index, skip.index + 1) for skip in self.skipped]
 
     def covered(self) -> Ranges:
-        """Return the stored and skipped samples of this commit."""
         return Ranges(self.pairs())
 
     def doubled(self) -> Ranges:
-        """Return the samples that this commit lists twice."""
         return Ranges.repeated(self.pairs())
 
 

@@ -130,7 +130,6 @@ class Trials:
 
     @property
     def suspects(self) -> Ranges:
-        """All samples under suspicion."""
         return Ranges(pair for group in self.groups for pair in group.samples.pairs())
 
     def began(self, samples: Ranges, *, controlled: bool = False) -> Trials:
@@ -192,7 +191,6 @@ class Step:
 
     @property
     def others(self) -> Ranges:
-        """All samples that are not part of this step."""
         return _EVERYTHING - self.samples
 
 
@@ -238,7 +236,6 @@ def read_trials(folder: Folder) -> Trials | None:
 
 
 def write_trials(folder: Folder, trials: Trials) -> None:
-    """Write ``suspects.json``."""
     record = {
         "stream": trials.stream,
         "launch": trials.launch,

@@ -287,7 +287,6 @@ class _Judge:
         return np.asarray(~right)
 
     def _wrong_samples(self) -> list[Problem]:
-        """Return one problem for each sample and tap that is wrong."""
         found = []
         for each in self.samples.values():
             for tap in np.flatnonzero(self._wrong(each)).tolist():
@@ -319,7 +318,6 @@ class _Judge:
         return f"its rows are {change} than those of {fresh}, and noise explains up to {limit}"
 
     def report(self) -> list[TapNoise]:
-        """Return what was measured at each tap."""
         if not self.samples:
             return []
         samples = self.samples.values()

@@ -114,7 +114,6 @@ class Chunking:
     """The number of rows in a chunk, by tap."""
 
     def length(self, name: str, code: str, shape: Sequence[int]) -> int:
-        """Return the length of a chunk of this tensor in bytes."""
         rows = self.rows.get(name)
         return self.bytes if rows is None else rows * _row_bytes(code, shape)
 
@@ -251,12 +250,10 @@ class ShardHeader(SafetensorsHeader):
     chunking: Chunking
 
     def chunk_bytes(self, name: str) -> int:
-        """Return the length of a tensor's chunks in bytes."""
         place = self.places[name]
         return self.chunking.length(name, place.code, place.shape)
 
     def chunk_count(self, name: str) -> int:
-        """Return the number of chunks of a tensor."""
         place = self.places[name]
         return self.chunking.count(name, place.code, place.shape)
 
@@ -478,7 +475,6 @@ class ShardBuilder:
             raise
 
     def abort(self) -> None:
-        """Discard the unfinished shard."""
         self._writer.abort()
 
     def _finish(self, samples: int) -> ShardRecord:

@@ -164,11 +164,9 @@ class ShardReader:
         return name + SCALE in self.header.places
 
     def chunk_bytes(self, name: str) -> int:
-        """Return the length of a tensor's chunks in bytes."""
         return self.header.chunk_bytes(name)
 
     def chunk_rows(self, tap: str) -> int:
-        """Return the number of rows in a chunk of a tap."""
         return self.header.chunking.rows[tap]
 
     def pieces(self, name: str, size: int) -> list[tuple[int, int]]:
@@ -243,7 +241,6 @@ class ShardReader:
         return data
 
     def sums(self, name: str) -> ChunkSums:
-        """Return the checksums of a tensor's chunks."""
         with self._lock:
             if not self._sums:
                 sums, at = self.read_tensor(CHUNKS), 0

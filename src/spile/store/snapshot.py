@@ -80,7 +80,6 @@ class StreamView:
 
     @property
     def percent(self) -> float | None:
-        """The percentage of finished samples."""
         return None if not self.expected else min(100.0, 100.0 * self.samples / self.expected)
 
     @property
@@ -132,7 +131,6 @@ class Snapshot:
 
     @property
     def quarantined(self) -> list[str]:
-        """One line for each quarantined sample."""
         return [f"quarantined in {each.name}: {sample}" for each in self.streams for sample in each.quarantined]
 
     def count(self, *states: State) -> int:
@@ -145,7 +143,6 @@ class Snapshot:
 
     @property
     def working(self) -> int:
-        """The number of streams whose heartbeat is recent."""
         return self.count(State.WORKING)
 
     @property
@@ -181,7 +178,6 @@ class SnapshotReader:
         self._ledgers: dict[int, tuple[str, Ledger]] = {}
 
     def take(self) -> Snapshot:
-        """Return the current state of the dataset."""
         numbers = find_streams(self._root)
         with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
             views = tuple(pool.map(self._view, numbers))

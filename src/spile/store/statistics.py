@@ -192,7 +192,6 @@ class TapAccumulator:
         self._top = nlargest(_TOP, [*self._top, *found]) if found else self._top
 
     def result(self) -> TapStatistics:
-        """Return the statistics of all rows added so far."""
         return TapStatistics(self.count, dict(sorted(self._norms.items())), tuple(self._top), (self._sums.copy(),))
 
 

@@ -276,7 +276,6 @@ class StreamRecord:
     """For added taps: the id of the stream that they were added to."""
 
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
-        """Return the schema of the stream's shards."""
         some = run.positions != ALL
         return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep, some)
 
@@ -460,7 +459,6 @@ def rows_recorded(ledger: Ledger, run: RunIdentity) -> bool:
 
 
 def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str, Any]:
-    """Return the content of ``metadata.json``."""
     expected = record.identity.samples if record.identity.samples is not None else ledger.end
     complete = expected is not None and ledger.done == Ranges([(0, expected)])
     return {
@@ -531,7 +529,6 @@ def join_stream(
 
 
 def stream_bytes(record: StreamRecord) -> bytes:
-    """Return the content of ``stream.json``."""
     return seal(
         {
             "format": FORMAT if record.identity.head is None else STREAM_FORMATS[-1],

@@ -92,12 +92,10 @@ class Addition:
 
     @cached_property
     def commits(self) -> tuple[Commit, ...]:
-        """The commits of its ledger, read once."""
         return tuple(read_commits(self.folder, self.record.id))
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:
-        """The committed shards, in the order of their commits."""
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
     def added_shards(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
@@ -226,7 +224,6 @@ class Stream:
 
     @property
     def commits(self) -> tuple[Commit, ...]:
-        """The commits of the ledger, read once."""
         # A cached_property of Python 3.11 has one lock for all objects, so streams would be read one after another.
         if self._commits is None:
             self._commits = tuple(read_commits(self.folder, self.record.id))
@@ -300,7 +297,6 @@ class Stream:
 
 
 def find_streams(root: Folder) -> list[int]:
-    """Return the numbers of the streams below a root."""
     return sorted(_folders(root))
 
 

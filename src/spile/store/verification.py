@@ -220,7 +220,6 @@ class _StatisticsCheck:
         self._norms: dict[int, float] = {}
 
     def add(self, first: int, rows: npt.NDArray[Any]) -> None:
-        """Add the rows from row ``first`` on."""
         nothing = np.zeros(len(rows), np.int8)
         self._seen.add(rows, nothing, nothing, nothing)
         for number, _ in self._listed:
@@ -436,7 +435,6 @@ def _read(number: int, root: Folder, run: RunIdentity, added: Collection[str]) -
 
 
 def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -> _StreamEvidence:
-    """Read the ledger of a stream, or that of taps added to it."""
     stream = _StreamEvidence(number, root, added)
     where = stream.folder.url
     try:

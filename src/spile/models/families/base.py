@@ -261,7 +261,6 @@ class ConfigFields:
         return value
 
     def activation(self, name: str) -> Activation:
-        """Return the activation function that the field names."""
         value = self.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)

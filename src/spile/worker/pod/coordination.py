@@ -130,7 +130,6 @@ class Coordination:
     # -- keys and values ------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: str) -> None:
-        """Create or replace a key."""
         self._client.key_value_set(self._scope + key, value, allow_overwrite=True)
 
     def entries(self, folder: str) -> dict[str, str]:

@@ -376,7 +376,6 @@ def _number(text: str, name: str) -> int:
 
 
 def _split(address: str) -> tuple[str, int | None]:
-    """Split ``HOST`` or ``HOST:PORT``."""
     host, colon, port = address.rpartition(":")
     if not colon or host.endswith(":"):
         return address, None

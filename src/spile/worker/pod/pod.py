@@ -316,7 +316,6 @@ class PodSink(StreamSink):
         self._number = 0
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
-        """Lay out this host's part of a shard."""
         return self._stream.begin(samples, host=self._pod.identity.process)
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:

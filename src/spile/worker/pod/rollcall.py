@@ -329,7 +329,6 @@ def _absent(roll: _Roll, timeout: float) -> str:
 
 
 def answer_roll_call(identity: Identity, *, timeout: float) -> RollConnections:
-    """Call worker 0 until it answers."""
     until = time.monotonic() + timeout
     connection = _connect(identity, until, timeout)
     try:
