@@ -61,8 +61,8 @@ def test_the_torch_sae_learns(demo: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "taps"),
     [
-        pytest.param("sae.py", ["residual.1"], marks=pytest.mark.slow),
-        ("crosscoder.py", ["residual.1", "residual.4"]),
+        ("sae.py", ["residual.1"]),
+        pytest.param("crosscoder.py", ["residual.1", "residual.4"], marks=pytest.mark.slow),
     ],
 )
 def test_the_short_sae_and_the_crosscoder_learn(program: str, taps: list[str], tmp_path: Path) -> None:
