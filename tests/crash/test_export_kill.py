@@ -54,7 +54,8 @@ def exported(folder: Path, form: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "form", ["npy", "parquet", *(pytest.param(form, marks=pytest.mark.slow) for form in ("pickles", "hf", "saelens"))]
+    "form",
+    ["npy", *(pytest.param(form, marks=pytest.mark.slow) for form in ("parquet", "pickles", "hf", "saelens"))],
 )
 def test_a_killed_export_leaves_no_output(tmp_path: Path, form: str) -> None:
     if form in ("parquet", "hf", "saelens"):

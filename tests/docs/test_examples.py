@@ -58,11 +58,12 @@ def test_the_torch_sae_learns(demo: str, tmp_path: Path) -> None:
     assert 0 < unexplained(line) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "taps"),
     [
         ("sae.py", ["residual.1"]),
-        pytest.param("crosscoder.py", ["residual.1", "residual.4"], marks=pytest.mark.slow),
+        ("crosscoder.py", ["residual.1", "residual.4"]),
     ],
 )
 def test_the_short_sae_and_the_crosscoder_learn(program: str, taps: list[str], tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     tpu.finish(reference)
 
 
+@pytest.mark.slow
 def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
     body = """
 from spile.objects import open_folder

@@ -183,6 +183,7 @@ def test_the_folder_for_answers_belongs_to_one_run(
     assert f"Delete {answers}/answers.json" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
