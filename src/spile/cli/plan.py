@@ -7,7 +7,9 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,19 +24,20 @@ from spile.errors import SpecError
 from spile.models.architecture import parameter_count
 from spile.models.families import FAMILIES, read_config
 from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
-from spile.planning.machines import Machine, Prices, list_prices, parse_machine, prices_from
+from spile.planning.machines import HERE, Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
 from spile.view.table import output
 
 if TYPE_CHECKING:
     from spile.planning.bench import BenchResult
-    from spile.planning.forecast import Forecast
+    from spile.planning.forecast import Forecast, ThisMachine
     from spile.planning.timed_run import TimedRun
     from spile.planning.tpu_compiler import Fit
 
 _PLAN = Group("Plan", sort_key=0)
-_USUAL = ("v3-8", "v4-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8")
-"""The machines to show if no --topology is given."""
+_USUAL = ("L4", "A100", "H100", "H100-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8", "v4-8", "v3-8")
+"""The machines to show, after this one, if no --topology is given."""
+_MACHINES = "H100, A100-8, v5litepod-64, v5e:16x16, … [default: this machine and some others]"
 _FIRST_TOKENS = 16_384
 """Tokens per device of the first attempt to compile: the worker's own choice on a TPU."""
 
@@ -47,13 +50,13 @@ def plan(
     *,
     flags: ExtractFlags | None = None,
     topology: Annotated[
-        list[str] | None, flag(_PLAN, "Machines: v5litepod-64, v5e:16x16, v3-8 …", consume_multiple=True, negative="")
+        list[str] | None, flag(_PLAN, f"Machines: {_MACHINES}.", consume_multiple=True, negative="")
     ] = None,
     workers: Annotated[int, flag(_PLAN, "The number of machines that run at once.")] = 1,
     budget: Annotated[float | None, flag(_PLAN, "Fail if the run costs more dollars on every machine.")] = None,
     preemptible: Annotated[bool, flag(_PLAN, "Compare the preemptible price with the budget.", negative="")] = False,
     prices: Annotated[Path | None, flag(_PLAN, "A TOML file with your own prices and machines.")] = None,
-    count: Annotated[int, flag(_PLAN, "The number of samples to tokenize, spread over the dataset.")] = 1000,
+    count: Annotated[int, flag(_PLAN, "The number of samples to tokenize and count.")] = 1000,
     efficiency: Annotated[float, flag(_PLAN, "The fraction of the chips' peak that is reached.")] = Rates.efficiency,
     start_minutes: Annotated[
         float, flag(_PLAN, "Minutes before the first token: boot, install, load and compile.")
@@ -63,7 +66,10 @@ def plan(
     largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits in memory.")] = True,
     json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
 ) -> int:
-    """Estimate what a run takes, and fail if it is over the budget. Takes the flags of spile extract."""
+    """Estimate what a run takes on this machine, GPUs and TPUs, and fail if it is over the budget.
+
+    Takes the flags of spile extract. A large dataset is not read to its end: the estimate is made from its beginning.
+    """
     from spile.planning.forecast import plan as forecast
     from spile.planning.tpu_compiler import available
 
@@ -72,17 +78,16 @@ def plan(
     if budget is not None and not 0 <= budget < math.inf:
         raise SpecError("--budget", expected="0 dollars or more", found=f"{budget:g}")
     table = list_prices() if prices is None else read_prices(prices)
-    machines = [parse_machine(word, table) for word in topology or _USUAL]
+    machines = [parse_planned(word, table) for word in topology or _USUAL]
     rates = Rates(efficiency=efficiency, start_seconds=start_minutes * 60, tokens_per_second=tokens_per_second)
-    console = output(soft_wrap=True)
-    named = with_guide_defaults(
-        flags or ExtractFlags(), os.environ, lambda line: None if json_ else console.print(line, markup=False)
-    )
-    found = forecast(named.spec(), count)
+    console = output()
+    say = (lambda _line: None) if json_ else partial(console.print, markup=False)
+    found = forecast(with_guide_defaults(flags or ExtractFlags(), os.environ, say).spec(), count)
     estimates = [found.on(machine, table, rates=rates, workers=workers) for machine in machines]
+    here = None if topology else _add_this_machine(estimates, found, table, rates)
     compiles = bool(topology) and available() if compile is None else compile
     if not json_:
-        _print(console, found, estimates, table, rates)
+        _print(console, found, estimates, table, rates, here)
     fits = {
         machine.name: _compile(console, found, machine, quiet=json_, find_largest=largest)
         for machine in (machines if compiles else ())
@@ -91,14 +96,24 @@ def plan(
     if json_:
         record = {"run": found.record(), "prices": {"as_of": table.as_of, "source": table.source}, "rates": vars(rates)}
         machines_ = [{**each.record(), "compiled": fits.get(each.machine.name)} for each in estimates]
-        console.print_json(json.dumps({**record, "machines": machines_}))
+        facts = None if here is None else here.record()
+        console.print_json(json.dumps({**record, "this_machine": facts, "machines": machines_}))
     elif not compiles:
         console.print(_uncompiled(bool(topology), available()), markup=False)
-        for machine in machines:
-            console.print(_by_arithmetic(found, machine), markup=False)
+        for line in _memory_lines(found, [each.machine for each in estimates], every=bool(topology)):
+            console.print(line, markup=False)
     if budget is not None:
         _check_budget(estimates, budget, preemptible)
     return 0
+
+
+def _add_this_machine(estimates: list[Estimate], found: Forecast, prices: Prices, rates: Rates) -> ThisMachine:
+    """Add an estimate for this machine before all others; it needs no time to boot."""
+    from spile.planning.forecast import this_machine
+
+    here = this_machine(found.spec.output)
+    estimates.insert(0, found.on(here.machine, prices, rates=replace(rates, start_seconds=0.0), workers=1))
+    return here
 
 
 def read_prices(path: Path) -> Prices:
@@ -114,6 +129,9 @@ def read_prices(path: Path) -> Prices:
 
 def _check_budget(estimates: list[Estimate], budget: float, preemptible: bool) -> None:
     """Raise if no requested machine is within the budget; the error describes what the cheapest one could do."""
+    estimates = [each for each in estimates if each.machine.price.on_demand]
+    if not estimates:
+        raise SpecError("--budget", expected="a machine with a price", found="none", fix="give prices with --prices")
     cost = {id(each): each.dollars.preemptible if preemptible else each.dollars.on_demand for each in estimates}
     refuse_over_budget(min(estimates, key=lambda each: cost[id(each)]), budget, preemptible=preemptible)
 
@@ -126,7 +144,18 @@ def _uncompiled(asked: bool, installed: bool) -> str:
     )
 
 
-def _by_arithmetic(found: Forecast, machine: Machine) -> str:
+def _article(machine: Machine) -> str:
+    return machine.name if machine.name == HERE or "×" in machine.name else f"a {machine.name}"
+
+
+def _memory_lines(found: Forecast, machines: list[Machine], *, every: bool) -> list[str]:
+    """Return a line for each machine, or only for those whose memory is too small."""
+    lines = [_by_arithmetic(found, machine) for machine in machines]
+    few = [text for text, fits in lines if every or not fits]
+    return few or ["  by arithmetic, weights and two batches fit on each of these machines"]
+
+
+def _by_arithmetic(found: Forecast, machine: Machine) -> tuple[str, bool]:
     """Return whether weights and activations fit on a device, estimated without a compiler and without temporaries."""
     weights = parameter_count(found.config) * (4 if found.spec.dtype == "float32" else 2)
     room, parts = machine.hbm_per_device, 1
@@ -140,35 +169,45 @@ def _by_arithmetic(found: Forecast, machine: Machine) -> str:
     return (
         f"  {machine.name}, by arithmetic: weights {size(weights)}{split}, rows {size(rows)} (two batches of "
         f"{tokens:,} tokens), {size(room)} on a device: {verdict}"
-    )
+    ), fits
 
 
-def _print(console: Console, found: Forecast, estimates: list[Estimate], prices: Prices, rates: Rates) -> None:
+def _print(
+    console: Console,
+    found: Forecast,
+    estimates: list[Estimate],
+    prices: Prices,
+    rates: Rates,
+    here: ThisMachine | None,
+) -> None:
     volume, lengths = found.volume, found.lengths
     spread = f"± {2 * lengths.error:.1%}" if len(lengths.counted) > 1 else "too few to tell how far off"
-    counted = "all counted" if lengths.exact else f"{len(lengths.counted):,} counted, {spread}"
-    shards = "1 shard" if volume.shards == 1 else f"{volume.shards:,} shards"
+    how = "all counted" if lengths.exact else f"{len(lengths.counted):,} counted, {spread}"
+    about = "" if lengths.head is None else "about "
+    basis = "" if lengths.head is None else f" (an estimate from the first {counted(lengths.head, 'row')})"
     rows = [
         ("model", f"{found.model}: {found.config.n_layers} layers of {found.config.d_model}"),
-        ("data", f"{found.location}: {volume.samples:,} samples"),
-        ("tokens", f"{volume.tokens:,} ({counted}; {lengths.mean:,.0f} per sample)"),
-        ("stored", f"{size(volume.bytes)} in {shards}: {len(found.taps)} taps, "
+        ("data", f"{found.location}: {about}{counted(volume.samples, 'sample')}{basis}"),
+        ("tokens", f"{about}{volume.tokens:,} ({how}; {lengths.mean:,.0f} per sample)"),
+        ("stored", f"{about}{size(volume.bytes)} in {counted(volume.shards, 'shard')}: "
+         f"{counted(len(found.taps), 'tap')}, "
          f"{volume.bytes_per_token:,} bytes per token{_positions_text(found)}"),
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),
+        *([] if here is None else [("this machine", here.line())]),
     ]  # fmt: skip
     grid = Table.grid(padding=(0, 2))
     for name, text in rows:
         grid.add_row(Text(name, style="bold"), text)
-    console.print(grid)
-    console.print(_machines(estimates))
+    console.print(grid, "", _machines(estimates), "", sep="\n")
     basis = (
         f"{rates.tokens_per_second:,.0f} tokens/s as measured"
         if rates.tokens_per_second is not None
-        else f"{rates.efficiency:.0%} of the chips' peak, {rates.padding - 1:.0%} padding"
+        else f"{rates.efficiency:.0%} of the peak{' (of a measured matrix product for CPUs)' if here else ''}, "
+        f"{rates.padding - 1:.0%} padding"
     )
     console.print(
         f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store, "
-        f"{duration(rates.start_seconds)} to boot, install, load and compile. "
+        f"{duration(rates.start_seconds)} to boot, install, load and compile{' elsewhere' if here else ''}. "
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
         markup=False,
     )
@@ -186,7 +225,7 @@ def _small_shards(found: Forecast, estimates: list[Estimate]) -> Iterator[str]:
         whole = min(found.volume.shard_bytes, each.volume.bytes / each.workers)
         if every is not None and expected < whole / 2:
             yield (
-                f"Shards on a {each.machine.name}: about {size(expected)} instead of {size(whole)}, because "
+                f"Shards on {_article(each.machine)}: about {size(expected)} instead of {size(whole)}, because "
                 f"--commit-every {every:g} closes them early. --commit-every {math.ceil(seconds)} fills them; a killed "
                 f"worker then loses up to {duration(seconds)} of work."
             )
@@ -210,9 +249,8 @@ def _machines(estimates: list[Estimate]) -> Table:
             f"{each.machine.hosts * each.workers}",
             duration(each.hours * 3600),
             amount(each.tokens_per_second),
-            each.slowest.name,
-            f"${each.dollars.on_demand:,.2f}",
-            f"${each.dollars.preemptible:,.2f}",
+            "storage" if each.slowest.name == "sink" else each.slowest.name,
+            *(f"${cost:,.2f}" if each.machine.price.on_demand else "–" for cost in vars(each.dollars).values()),
         )
     return table
 

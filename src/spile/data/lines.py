@@ -131,6 +131,20 @@ class _Copy:
             place += size
 
 
+def first_bytes(location: str, most: int) -> tuple[bytes, int]:
+    """Return the beginning of a file, local or in a bucket, and the size of the file."""
+    if is_remote(location):
+        from spile import objects
+
+        folder, key = objects.split(location)
+        found = objects.open_folder(folder)
+        total = found.info(key).size
+        return bytes(found.get_range(key, 0, min(most, total))), total
+    path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
+    with path.open("rb") as file:
+        return file.read(most), path.stat().st_size
+
+
 class StreamFile:
     """A file of lines: a path, ``embedded``, or an object in a bucket, which is fetched once and then read from a copy.
 

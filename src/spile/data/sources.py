@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from spile.data.arc.grids import passes_fast_check
-from spile.data.lines import StreamFile, embedded_tasks
+from spile.data.lines import StreamFile, embedded_tasks, first_bytes
 from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
 from spile.errors import DataError, SpecError, StoreError
@@ -260,7 +260,7 @@ class RowRange:
 def is_hub_name(dataset: str) -> bool:
     """Return whether this can be the name of a dataset on the hub."""
     known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
-    return known is not None and not dataset.endswith((*_LINES, *_TABLES))
+    return known is not None and not dataset.startswith(".") and not dataset.endswith((*_LINES, *_TABLES))
 
 
 def open_source(
@@ -366,6 +366,40 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
         revision = source.revision
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
     return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows), revision)
+
+
+_ESTIMATED_FROM = 4 << 20
+"""Bytes of a file that are read to estimate its number of rows."""
+
+
+def estimate_rows(spec: DataSpec) -> int | None:
+    """Return about how many rows the data has, from its size and its beginning; None if nothing tells it."""
+    part = RowRange.parse(spec.split)
+    total = _rows_in(spec, part)
+    if part.stop is not None:
+        total = part.stop if total is None else min(total, part.stop)
+    return None if total is None else max(1, total - part.start)
+
+
+def _rows_in(spec: DataSpec, part: RowRange) -> int | None:
+    if spec.rows is not None:
+        return len(spec.rows) if hasattr(spec.rows, "__len__") else None
+    if spec.dataset_dir is None and _is_table(spec.dataset):
+        source = open_source(
+            spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
+        )
+        if isinstance(source, Hub | Parquet):
+            return source.count()
+        if isinstance(source, TextFolder):
+            return len(text_files(source.folder))
+        if isinstance(source, ArcFolder):
+            return len(source.files)
+    beginning, total = first_bytes(spec.location, _ESTIMATED_FROM)
+    ends = beginning.count(b"\n")
+    if spec.location.endswith((".csv", ".tsv", ".tab")):  # a quoted cell may hold line ends
+        text = beginning.decode("utf-8", "replace").splitlines(keepends=True)
+        ends = sum(1 for _ in csv.reader(text, delimiter="," if spec.location.endswith(".csv") else "\t")) - 1
+    return max(1, round(ends * total / max(1, len(beginning))))
 
 
 def _is_table(dataset: str) -> bool:

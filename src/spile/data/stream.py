@@ -310,7 +310,7 @@ def open_stream(
     vocabulary: int | None = None,
     *,
     stored: StreamIdentity | None = None,
-    whole: bool = False,
+    whole: bool | None = None,
     pod: bool = False,
 ) -> SampleStream:
     """Read the first rows of a stream to hash and check them before any sample is made.
@@ -323,7 +323,7 @@ def open_stream(
         tokenizer: The tokenizer of the model.
         vocabulary: The size of the model's vocabulary, to check rows of token ids.
         stored: The identity of the stream in the output, if a run began it. It says how much was read before that run.
-        whole: Read the whole dataset in any case.
+        whole: True reads the whole dataset in any case, False only its first rows; None decides by the size.
         pod: Whether several hosts read it. They compare its hash, so a dataset that can change is read as a whole.
 
     """
@@ -334,9 +334,9 @@ def open_stream(
             raise SpecError(file.location, expected="one host, as when the run began", found="a pod", fix=_ONE_HOST)
         whole = True
     manifest = file.read_sibling(MANIFEST)
-    whole = (
-        whole or manifest is not None or spec.expect_split is not None or (stored is not None and stored.head is None)
-    )
+    if whole is None:
+        known = stored is not None and stored.head is None
+        whole = known or manifest is not None or spec.expect_split is not None
     hashes = BlockHashes(file.location)
     check = partial(_checked_row, file=file, spec=spec, tokenizer=tokenizer, vocabulary=vocabulary)
     rows, first, drafter = _read_first(file.lines(hashes), check, spec, whole, None if stored is None else stored.head)

@@ -81,6 +81,12 @@ class Parquet(LocatedSource):
         count = None if stop is None else stop - start
         return (SourceRow(n, data, f"row {n}") for n, data in enumerate(islice(self._records(start), count), start))
 
+    def count(self) -> int | None:
+        """Return the number of rows of a local file, from its footer; None for an object in a bucket."""
+        from pyarrow import parquet
+
+        return None if self.path is None else int(parquet.read_metadata(self.path).num_rows)
+
     def _records(self, start: int) -> Iterator[dict[str, Any]]:
         """Yield the rows from ``start`` on; row groups before it are not read."""
         try:
@@ -201,6 +207,25 @@ class Hub:
             else:
                 yield SourceRow(number, data, f"row {number}")
                 number += 1
+
+    def count(self) -> int | None:
+        """Return the number of rows: what the dataset's card says, or an estimate from its first Parquet file."""
+        try:
+            from datasets import load_dataset_builder
+            from huggingface_hub import HfFileSystem
+            from pyarrow import parquet
+
+            builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
+            known = (builder.info.splits or {}).get(self.split)
+            if known is not None and known.num_examples:
+                return int(known.num_examples)
+            if self.location is not None or not self._parquet_files:
+                return None
+            sizes = [int(HfFileSystem().info(address)["size"]) for address in self._parquet_files]
+            with HfFileSystem().open(self._parquet_files[0]) as content:
+                return int(parquet.read_metadata(content).num_rows * sum(sizes) / sizes[0])
+        except Exception as error:
+            raise self._failed(error) from error
 
     def _rows_from(self, number: int, stop: int | None) -> Iterator[Any]:
         """Return the rows from ``number`` on, retrying until the hub gives the first of them."""

@@ -23,6 +23,8 @@ class Lengths:
 
     counted: Sequence[int]
     samples: int
+    head: int | None = None
+    """The number of rows that were read, if ``samples`` is an estimate from them."""
 
     def __post_init__(self) -> None:
         if self.samples < 0 or (self.samples and not self.counted):
@@ -30,7 +32,7 @@ class Lengths:
 
     @property
     def exact(self) -> bool:
-        return len(self.counted) >= self.samples
+        return len(self.counted) >= self.samples and self.head is None
 
     @property
     def mean(self) -> float:
@@ -48,7 +50,7 @@ class Lengths:
         if self.exact or count < 2 or not self.mean:
             return 0.0
         variance = sum((length - self.mean) ** 2 for length in self.counted) / (count - 1)
-        unseen = 1 - count / self.samples
+        unseen = max(0.0, 1 - count / self.samples)
         return math.sqrt(variance / count * unseen) / self.mean
 
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from spile.data.stream import SampleStream, open_stream
+import numpy as np
+
+from spile.data.sources import estimate_rows
+from spile.data.stream import BEYOND, SampleStream, open_stream
+from spile.data.tokens import Tokenizer
 from spile.models import model_files
 from spile.models.architecture import ModelConfig, flops_per_token, parameter_count
 from spile.models.decoder import head_needed, layers_needed
+from spile.objects.opening import is_remote
 from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
-from spile.planning.machines import Machine, Price, Prices
+from spile.planning.machines import Machine, Price, Prices, gpus_here, processors_here
 from spile.planning.tpu_compiler import Program
 from spile.reading.dataset import stored_tokens
 from spile.spec.amounts import counted, duration, size
@@ -22,6 +34,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, row_bytes, tap_rows
 from spile.worker.producer import refuse_no_answers, with_positions
 from spile.worker.resolve import prompt_tokenizer
+from spile.worker.sizes import host_memory
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,11 +56,13 @@ class Forecast:
 
     def __repr__(self) -> str:
         volume, taps = self.volume, counted(len(self.taps), "tap")
-        text = f"{counted(volume.samples, 'sample')}, {counted(volume.tokens, 'token')}, {size(volume.bytes)} at {taps}"
+        samples, tokens = counted(volume.samples, "sample"), counted(volume.tokens, "token")
+        text = f"{'about ' if self.lengths.head else ''}{samples}, {tokens}, {size(volume.bytes)} at {taps}"
         if self.estimate is not None:
             price = self.estimate.dollars
             text += f"; {duration(self.estimate.hours * 3600)} on {self.estimate.machine.name}"
-            text += f", ${price.on_demand:,.2f} on demand, ${price.preemptible:,.2f} preemptible"
+            if price.on_demand:
+                text += f", ${price.on_demand:,.2f} on demand, ${price.preemptible:,.2f} preemptible"
         return f"<plan for {self.model}: {text}>"
 
     @property
@@ -122,6 +137,7 @@ class Forecast:
             "data": self.location,
             "samples": volume.samples,
             "samples_counted": len(self.lengths.counted),
+            "samples_estimated_from": self.lengths.head,
             "samples_skipped_of_counted": self.skipped,
             "tokens": volume.tokens,
             "tokens_standard_error": self.lengths.error,
@@ -135,23 +151,35 @@ class Forecast:
 
 
 def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
-    """Forecast a run: tokenize ``count`` samples, evenly spread over the stream, and count their tokens."""
+    """Forecast a run: tokenize ``count`` samples and count their tokens.
+
+    They are evenly spread over a small dataset, and over the beginning of a large one, which is not read to its end.
+    """
     files = model_files.find(spec.model, spec.revision, weights=False)
     taps = spec.selected_taps(files.config.n_layers)
     spec = replace(spec, data=stored_tokens(spec.data))
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=True)
-    stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=True)
+    whole = spec.data.location.endswith(".json")  # one document, which is read as a whole in any case
+    stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=whole)
     refuse_no_answers(spec, stream.prompt.kind)
-    lengths, rows = _count(stream, spec, count)
+    if stream.head is None:
+        lengths, rows = _count(stream, spec, count, stream.samples)
+    else:
+        lengths, rows = _estimate(spec, stream, tokenizer, count)
+    widths = (tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
+    limit = spec.data.token_limit(row_bytes(widths))
+    if limit is not None and rows.tokens > limit:
+        fewer = max(1, math.ceil(limit / rows.mean))
+        lengths, rows = (replace(each, samples=fewer, counted=each.counted[:fewer]) for each in (lengths, rows))
     skipped = sum(not length for length in lengths.counted)
     stored = None if spec.positions == ALL else rows
     return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped, stored)
 
 
-def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths, Lengths]:
-    """Return the lengths of the counted samples, and their stored rows."""
+def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> tuple[Lengths, Lengths]:
+    """Return the lengths of ``count`` of the first ``samples`` samples, and their stored rows; None counts all."""
     most = spec.data.max_samples
-    total = stream.samples if most is None or stream.samples is None else min(most, stream.samples)
+    total = samples if most is None or samples is None else min(most, samples)
     done = Ranges() if total is None else _all_except(total, count)
     items = with_positions(stream.read(done), spec)
     found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
@@ -159,7 +187,90 @@ def _count(stream: SampleStream, spec: ExtractSpec, count: int) -> tuple[Lengths
     return Lengths([tokens for tokens, _ in found], samples), Lengths([rows for _, rows in found], samples)
 
 
+def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> tuple[Lengths, Lengths]:
+    """Return the lengths of samples at the beginning of a large dataset, and an estimate of the number of samples."""
+    head, total = stream.head or 0, estimate_rows(spec.data)
+    total = head if total is None else max(head, total)
+    if spec.data.prompt.pack:  # documents are counted one by one, and then cut into full sequences
+        prompt = replace(stream.prompt, pack=False)
+        single = replace(spec, data=replace(spec.data, prompt=prompt, max_seq_length=1 << 20, max_samples=None))
+        documents = open_stream(single.data, tokenizer, whole=False)
+        tokens = replace(_count(documents, single, count, head)[0], samples=total, head=head).tokens
+        length = spec.data.max_seq_length
+        most = min(spec.data.max_samples or BEYOND, max(1, tokens // length))
+        packed = Lengths([length], most, head)
+        return packed, packed
+    each = stream.prompt.predictions_per_task
+    lengths, rows = _count(stream, spec, count, head * each)
+    if spec.data.max_samples is not None and spec.data.max_samples <= head * each:
+        return lengths, rows
+    samples = min(total * each, spec.data.max_samples or BEYOND)
+    return replace(lengths, samples=samples, head=head), replace(rows, samples=samples, head=head)
+
+
 def _all_except(total: int, count: int) -> Ranges:
-    """Return all samples except ``count`` of them, evenly spread."""
+    """Return all samples except ``count`` of the first ``total``, evenly spread."""
     kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
-    return Ranges([(0, total)]) - Ranges.of(kept)
+    return Ranges([(0, BEYOND)]) - Ranges.of(kept)
+
+
+# -- this machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ThisMachine:
+    """What this machine has: processors, memory, space in the output folder and GPUs."""
+
+    cores: int
+    memory: int
+    disk: int | None
+    """Free bytes; None if the output is a bucket."""
+    gpus: tuple[str, ...]
+    machine: Machine
+    """Its GPUs if all of them are known, otherwise its processors."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields for ``--json``."""
+        return {"cores": self.cores, "memory": self.memory, "disk": self.disk, "gpus": self.gpus}
+
+    def line(self) -> str:
+        """Return the facts as one line of text."""
+        gpus = ", ".join(f"{number} × {name}" for name, number in Counter(self.gpus).items()) or "no GPU"
+        disk = "" if self.disk is None else f", {size(self.disk)} free on the disk"
+        return f"{counted(self.cores, 'CPU core')}, {size(self.memory)} of memory{disk}, {gpus}"
+
+
+def this_machine(output: str) -> ThisMachine:
+    """Look at this machine, in less than a second and without initialising JAX."""
+    cores, memory = len(os.sched_getaffinity(0)), host_memory()
+    place = Path(output).expanduser().absolute()
+    existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    disk = None if is_remote(output) else shutil.disk_usage(existing).free
+    gpus = tuple(_gpu_names())
+    machine = gpus_here(gpus)
+    if machine is None:
+        machine = processors_here(cores, memory, _matmul_flops())
+    return ThisMachine(cores, memory, disk, gpus, machine)
+
+
+def _gpu_names() -> list[str]:
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],  # noqa: S607
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in found.stdout.splitlines() if line.strip()]
+
+
+def _matmul_flops() -> float:
+    """Return the rate of NumPy's matrix product on all processors: the best of a few short ones."""
+    side = 768
+    matrix = np.ones((side, side), np.float32)
+    rates = []
+    for _ in range(4):
+        began = time.perf_counter()
+        matrix @ matrix
+        rates.append(2 * side**3 / (time.perf_counter() - began))
+    return max(rates)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
@@ -193,6 +193,50 @@ def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     shape = _grid(generation, size, text) if mark == ":" else _counted(generation, size, text)
     machine = _slice(generation, shape)
     return replace(machine, price=prices.of(machine))
+
+
+GPUS: Mapping[str, tuple[float, float]] = {
+    "T4": (16, 65), "V100": (32, 125), "A10": (24, 125), "L4": (24, 121), "L40S": (48, 362),
+    "RTX3090": (24, 71), "RTX4090": (24, 165), "RTX5090": (32, 209),
+    "A100": (80, 312), "H100": (80, 989), "H200": (141, 989), "B200": (180, 2250),
+}  # fmt: skip
+"""Memory in GiB and dense bf16 TFLOP/s (fp16 for T4 and V100) of one GPU, from NVIDIA's data sheets."""
+
+
+HERE = "this machine"
+
+
+def gpus(name: str, count: int = 1) -> Machine:
+    """Return a machine with GPUs. It has no price: that depends on the provider, and ``--prices`` can give it."""
+    memory, tflops = GPUS[name]
+    return _unpriced(f"{count} × {name}" if count > 1 else name, count, memory * GIB, tflops)
+
+
+def gpus_here(names: Sequence[str]) -> Machine | None:
+    """Return the machine with the GPUs that nvidia-smi names, or None if there is none or one is unknown."""
+    words = [name.upper().replace(" ", "") for name in names]
+    known = [next((key for key in sorted(GPUS, key=len, reverse=True) if key in word), None) for word in words]
+    if not known or None in known or len(set(known)) > 1:
+        return None
+    return replace(gpus(str(known[0]), len(known)), name=HERE)
+
+
+def processors_here(cores: int, memory: int, flops: float) -> Machine:
+    """Return this machine without a GPU: its processors are one device, whose rate was measured."""
+    return replace(_unpriced(HERE, 1, memory, flops / 1e12), cores=cores)
+
+
+def _unpriced(name: str, chips: int, memory: float, tflops: float) -> Machine:
+    return Machine(name, "", "", (chips,), chips, chips, chips, 1, int(memory), tflops, Price(0, 0))
+
+
+def parse_planned(text: str, prices: Prices | None = None) -> Machine:
+    """Return the machine for a forecast: as :func:`parse_machine`, or GPUs such as ``H100`` and ``h100-8``."""
+    name, _, count = text.strip().upper().partition("-")
+    own = prices is not None and text.strip().lower() in prices.machines
+    if not own and name in GPUS and (not count or (count.isdecimal() and 0 < int(count) <= 64)):
+        return gpus(name, int(count or 1))
+    return parse_machine(text, prices)
 
 
 def _split(word: str) -> tuple[str, str, str]:

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import spile
 import spile.models
 from spile.cli.main import main
-from spile.planning.machines import list_prices
+from spile.data import stream
+from spile.data.lines import StreamFile
+from spile.errors import SpecError
+from spile.planning import forecast
+from spile.planning.machines import gpus_here, list_prices, parse_machine, parse_planned
 
 
 def run(*words: str) -> int:
@@ -63,7 +68,7 @@ def test_brackets_in_a_path_are_shown(capsys: pytest.CaptureFixture[str], tmp_pa
     data.parent.mkdir()
     data.write_text('{"text": "1 2 3"}\n')
     assert run("--dataset", str(data), "--topology", "v3-8", "--no-compile") == 0
-    assert f"{data}: 1 samples" in capsys.readouterr().out
+    assert f"{data}: 1 sample" in capsys.readouterr().out
 
 
 def test_a_config_is_enough_and_arithmetic_says_whether_it_fits(
@@ -121,3 +126,97 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
     assert run(*words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+# -- large data, and this machine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset of 2,000 rows, of which 100 are few enough to be read before a run."""
+    monkeypatch.setattr(stream, "HEAD_ROWS", 100)
+    data = tmp_path / "large.jsonl"
+    data.write_text("".join(json.dumps({"text": "word " * (1 + n % 7)}) + "\n" for n in range(2000)))
+    return data
+
+
+def test_large_data_is_not_read_to_its_end(
+    large: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    lines = StreamFile.lines
+
+    def counting(self: StreamFile, *words: object) -> object:
+        for line in lines(self, *words):  # type: ignore[arg-type]
+            read.append(line.index)
+            yield line
+
+    monkeypatch.setattr(StreamFile, "lines", counting)
+    assert run("--dataset", str(large), "--topology", "v3-8", "--no-compile") == 0
+    assert max(read) < 200
+    out = " ".join(capsys.readouterr().out.split())
+    assert "large.jsonl: about 2,000 samples (an estimate from the first 100 rows)" in out
+    assert "100 counted" in out
+
+
+def test_an_estimate_is_close_and_exact_if_the_data_is_small(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimated = spile.plan("embedded", str(large), layers=0)
+    monkeypatch.undo()
+    counted = spile.plan("embedded", str(large), layers=0, count=2000)
+    assert estimated.lengths.head == 100
+    assert counted.lengths.exact
+    assert counted.tokens == sum(counted.lengths.counted)
+    assert abs(estimated.tokens / counted.tokens - 1) < 0.1
+    assert repr(estimated).startswith("<plan for embedded: about 2,000 samples")
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("csv", "text,n\n"), ("txt", "")])
+def test_rows_of_other_files_are_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, start: str
+) -> None:
+    monkeypatch.setattr(stream, "HEAD_ROWS", 100)
+    cells = '"two\nlines",{n}\n' if suffix == "csv" else "one line {n}\n"
+    data = tmp_path / f"data.{suffix}"
+    data.write_text(start + "".join(cells.format(n=n) for n in range(1000)))
+    assert 990 <= spile.plan("embedded", str(data), layers=0).samples <= 1010
+
+
+def test_packed_data_and_limits_are_estimated(large: Path) -> None:
+    one = spile.plan("embedded", str(large), layers=0)
+    packed = spile.plan("embedded", str(large), layers=0, pack=True, prompt="text", max_seq_length=64)
+    assert packed.lengths.head == 100
+    assert abs(packed.tokens / one.tokens - 1) < 0.1
+    assert spile.plan("embedded", str(large), layers=0, max_samples=50).samples == 50
+    few = spile.plan("embedded", str(large), layers=0, max_tokens=500)
+    assert 500 <= few.tokens < 600
+
+
+def test_this_machine_comes_first_then_gpus_then_tpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "_gpu_names", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    assert run("--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["this_machine"]["gpus"] == ["NVIDIA H200", "NVIDIA H200"]
+    names = [each["machine"] for each in found["machines"]]
+    assert names[:3] == ["this machine", "L4", "A100"]
+    assert found["machines"][0]["chips"] == 2
+    assert found["machines"][0]["start_hours"] == 0
+    assert all(not names[place].startswith("v") for place in range(5))
+    assert names[5].startswith("v5")
+    monkeypatch.setattr(forecast, "_gpu_names", list)
+    assert run("--max-samples", "2") == 0
+    out = capsys.readouterr().out
+    assert "no GPU" in out
+    assert re.search(r"this machine +1 +1 ", out)
+    assert run("--budget", "100") == 0, "machines without a price are not compared with the budget"
+
+
+def test_gpus_by_name() -> None:
+    assert parse_planned("h100-8").name == "8 × H100"
+    assert parse_planned("v5e-64").chips == 64
+    assert gpus_here(["NVIDIA A100-SXM4-80GB"] * 4).chips == 4  # type: ignore[union-attr]
+    assert gpus_here(["NVIDIA GeForce RTX 4090"]).tflops == 165  # type: ignore[union-attr]
+    assert gpus_here(["An unknown card"]) is None
+    with pytest.raises(SpecError):
+        parse_machine("h100-8")  # a fleet has TPUs only
