@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ _STREAMS = "streams"
 """The folder in the output that contains the streams of ``--dataset``."""
 _STREAMS_PER_WORKER = 4
 """There are more streams than workers, so that all workers can share the streams of a slow or lost one."""
+_ROWS_PER_STREAM = 16
+"""With fewer rows there is one stream per worker: the start of a worker costs more than the rows of a small stream."""
 
 
 def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
@@ -80,6 +83,17 @@ def _absolute(name: str) -> str:
     return _absolute_folder(name) if _is_place(name) else name
 
 
+def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
+    """Return how many streams to make of a dataset: up to four per worker, and no more than it has rows."""
+    from spile.data.sources import RowRange, open_source
+
+    part, most = RowRange.parse(spec.data.split), _STREAMS_PER_WORKER * workers
+    source = open_source(dataset, column=spec.data.prompt.column, split=part.split, config_name=spec.data.config_name)
+    usable = (row for row in source.rows(part.start, part.stop) if row.problem is None)
+    rows = sum(1 for _ in islice(usable, most * _ROWS_PER_STREAM))
+    return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
+
+
 def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> str:
     """Split ``--dataset`` into streams in the output folder, or reuse those of an earlier run; return their folder."""
     from spile.data.manifest import MANIFEST, StreamsManifest
@@ -92,7 +106,7 @@ def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> s
     try:
         known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
     except NotFound:
-        count = asked or _STREAMS_PER_WORKER * workers
+        count = asked or _stream_count(dataset, spec, workers)
         prepare_streams(dataset, place, count, data=spec.data, log=log)
         return place
     source = str(known.source.get("dataset"))

@@ -164,21 +164,24 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("The embedded model on the embedded tasks", "spile extract"),
         (
             "The last token of each text of a CSV file, at two layers",
-            "spile extract --model Qwen/Qwen2.5-0.5B --dataset texts.csv --column prompt "
-            "--layers 5 12 --positions last",
+            "spile extract --dataset data.csv --column prompt --layers 2 5 --positions last",
         ),
-        ("The first 1,000 samples, into a bucket", "spile extract --max-samples 1000 --output gs://BUCKET/activations"),
+        (
+            "The first 1,000 samples through a model on the Hugging Face hub, into a bucket",
+            "spile extract --model Qwen/Qwen2.5-0.5B --max-samples 1000 --output gs://B/DIR",
+        ),
     ),
     "infer": (
         ("The embedded model answers the embedded tasks", "spile infer"),
         (
             "Short answers to the prompts of a text file, one per line",
-            "spile infer --model Qwen/Qwen2.5-0.5B-Instruct --dataset prompts.txt --max-new-tokens 100",
+            "spile infer --model ./model --dataset prompts.txt --max-new-tokens 100",
         ),
         ("Sampled answers, and the activations of the answers only", "spile infer --temperature 0.7 --capture answer"),
     ),
 }
-"""Examples by command: what each does, and the command line. Only these commands have a short help."""
+"""Examples by command: what each does, and the command line, which fits into 80 columns with its indentation. Only
+these commands have a short help."""
 
 
 _HINTS = {

@@ -230,7 +230,8 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
         return find_in_bucket(name, weights=weights, read=read)
     if path.is_dir():
         return _in_folder(name, path, None, weights, read)
-    if not _HUB_NAME.fullmatch(name) or path.exists():
+    mistyped = "/" in name and path.parent.is_dir()  # a folder here, not an owner on the hub
+    if not _HUB_NAME.fullmatch(name) or path.exists() or mistyped:
         raise ModelError(
             f"no such model: {name}",
             expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",

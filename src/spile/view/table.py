@@ -201,7 +201,8 @@ def counts_line(stream: StreamView) -> str:
     """Return a stream's counts as one line of text."""
     return (
         f"{of(stream.samples, stream.expected)} samples, {counted(stream.shards, 'shard')}, "
-        f"{stream.committed:,} committed, {size(stream.bytes)}, {amount(stream.tokens_per_second)} tokens/s"
+        f"{stream.committed:,} committed, {size(stream.bytes)}"
+        + (f", {amount(stream.tokens_per_second)} tokens/s" if stream.tokens_per_second else "")
     )
 
 

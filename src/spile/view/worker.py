@@ -29,7 +29,8 @@ _LINE_EVERY = 10.0
 """Seconds between plain lines if the output is not a terminal."""
 _NOTEBOOK_EVERY = 0.5
 """Seconds between updates of the bar in a notebook."""
-_BAR = 24
+_BAR, _GAP = 10, 2
+"""The least width of the bar, which fills the rest of the line, and the space between the cells."""
 
 
 @dataclass
@@ -169,7 +170,7 @@ class _View:
 
 
 def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
-    """Return the progress line; cells of high rank are omitted first if the terminal is narrow."""
+    """Return the progress line, as wide as the terminal; cells of high rank are omitted first if it is narrow."""
     cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]
 
     def add(rank: int, text: str, style: str = "") -> None:
@@ -179,16 +180,18 @@ def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner |
     add(0, now.doing)
     if now.samples or now.computed_tokens:
         if total:
-            cells.append((3, ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
+            cells.append((3, filling := ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
         add(0, f"{now.samples:,}{f'/{total:,}' if total else ''} samples")
         add(1, f"{amount(now.generated_tokens)} generated tokens" if now.generated_tokens else "")
         add(1, f"{amount(now.recent_tokens_per_second)} tokens/s", "green")
         add(4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}")
         add(2, _left(now, total))
         add(5, f"limited by: {now.limit}" if now.limit else "", "dim")
-    while sum(wide + 1 for _, _, wide in cells) > width and max(cells, key=_rank)[0]:
+    while (spare := width + _GAP - sum(wide + _GAP for _, _, wide in cells)) < 0 and max(cells, key=_rank)[0]:
         cells.remove(max(cells, key=_rank))
-    row = Table.grid(padding=(0, 1))
+    if total and (now.samples or now.computed_tokens):
+        filling.width = _BAR + max(0, spare)
+    row = Table.grid(padding=(0, _GAP))
     for _ in cells:
         row.add_column(no_wrap=True)
     row.add_row(*(cell for _, cell, _ in cells))
@@ -218,24 +221,26 @@ def line(now: ProgressSnapshot, total: int | None) -> str:
 
 def _left(now: ProgressSnapshot, total: int | None) -> str:
     working = now.seconds - now.compile_seconds
-    if not total or not now.samples or working <= 0:
+    if not total or not now.samples or working <= 0 or now.samples >= total or now.phase.ended:
         return ""
     return f"{duration((total - now.samples) * working / now.samples)} left"
 
 
 def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
     """Return the rows of the summary: location, amounts, rates and the next command."""
+    visit = summary.progress
     rows = [
         ("activations", summary.stream),
         ("samples", _samples(summary)),
         ("quarantined", ", ".join(map(str, summary.quarantined))),
         ("tokens", f"{summary.tokens:,}"),
+        ("generated", f"{visit.generated_tokens:,} tokens by this run" if visit.generated_tokens else ""),
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
         ("speed", _speed(summary.progress)),
         ("limited by", summary.limited_by or ""),
         ("wall time", _wall(summary.progress)),
         ("device", summary.device),
-        ("memory", f"{size(summary.peak_memory)} of the host's at most"),
+        ("memory", f"at most {size(summary.peak_memory)} of host memory"),
         ("retries", f"{summary.retries}" if summary.retries else ""),
         ("next", _next(summary, max_samples)),
     ]
@@ -255,7 +260,7 @@ def _samples(summary: Summary) -> str:
     parts = [f"{summary.samples:,} stored"]
     if visit.samples != summary.samples:
         parts.append(f"{visit.samples:,} of them now")
-    parts += [f"{count:,} {reason}: skipped" for reason, count in sorted(visit.skipped.items())]
+    parts += [f"{count:,} skipped ({reason})" for reason, count in sorted(visit.skipped.items())]
     if visit.truncated:
         parts.append(f"{visit.truncated:,} cut to the maximum length")
     return ", ".join(parts)

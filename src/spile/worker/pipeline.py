@@ -359,7 +359,8 @@ class _Shard:
     """The answers that this process stores with it."""
     rows: int = 0
     samples: int = 0
-    """Rows and samples that this process stores."""
+    bytes: int = 0
+    """Rows, samples and bytes of rows that this process stores."""
     started: int = 0
     """Started batches: the same number on every host of a pod, so decisions depend on it."""
 
@@ -648,15 +649,16 @@ class Pipeline:
 
     def _write(self, step: _Started, blocks: Iterable[Sequence[RowBlock]]) -> None:
         """Write the rows of a batch to their places in the shard, tap after tap."""
-        builder, batch = step.shard.builder, step.batch
+        builder, batch, written = step.shard.builder, step.batch, 0
         if builder is not None:
             sizes = {group: sum(sample.rows for sample in batch.of(group)) for group in self._producer.owned}
             for tap, of_tap in enumerate(blocks):
                 row = step.first_row
                 for group, rows in of_tap:
-                    builder.write(tap, row, rows[: sizes[group]])
-                    row += sizes[group]
-        self._progress.add(**batch.counts())  # of all hosts of a pod: the progress is the worker's
+                    builder.write(tap, row, kept := rows[: sizes[group]])
+                    row, written = row + sizes[group], written + kept.nbytes
+        step.shard.bytes += written
+        self._progress.add(**batch.counts(), bytes=written)  # of all hosts of a pod: the progress is the worker's
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
@@ -668,6 +670,7 @@ class Pipeline:
     def _drop(self, shard: _Shard) -> None:
         if shard.builder is not None:
             shard.builder.abort()
+            self._progress.add(bytes=-shard.bytes)
         self._unfinished.discard(shard)
 
     def _commit(self, close: _Close) -> None:
@@ -682,7 +685,7 @@ class Pipeline:
             record = shard.builder.finish(None if close.complete else shard.samples)
             if shard.predictions:
                 record = self._sink.add_predictions(record, shard.predictions)
-            self._progress.add(shards_written=1, bytes=record.size)
+            self._progress.add(shards_written=1, bytes=record.size - shard.bytes)
         with self._commit_lock:
             if self._commit_failed:
                 raise ThreadsEnded  # report the first failure: after it the store only says that it is not sure

@@ -7,10 +7,25 @@ from typing import Any
 
 import pytest
 
+from spile.data.tables import Hub
 from unit.cli.refusals import Refuse, lines
 
 GRID = [[1, 2], [3, 4]]
 TASK = {"task_id": "a", "train": [{"input": GRID, "output": GRID}], "test": [{"input": GRID}]}
+
+
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(
+    refused: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unasked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(Hub, "pinned", unasked)
+    monkeypatch.setattr(Hub, "rows", unasked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("./texts", "../texts", "data/texts", "data/x.jsonl", "x.csv", "./data/x.parquet"):
+        assert refused("--dataset", name).startswith(f"no such dataset: {name}")
 
 
 def test_no_such_dataset(refused: Refuse, fresh: Path) -> None:

@@ -10,8 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spile.models import model_files
 from unit.cli.refusals import SMALL, Refuse, spile
 from unit.models.toy_models import copy_model, edit_tensors, shard_model, tensors
+
+
+def test_a_mistyped_folder_is_not_looked_for_on_the_hub(
+    refused: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner would be a folder that is here; the hub was asked for three minutes."""
+
+    def unasked(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(model_files, "download", unasked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("models/typo", "./modl", "../modl"):
+        assert refused("--model", name).startswith(f"no such model: {name}: expected a folder")
 
 
 def test_no_such_model(refused: Refuse, fresh: Path) -> None:
@@ -168,4 +184,4 @@ def test_infinite_weights_are_a_failure_that_names_the_tap(
     )
     assert not list(fresh.rglob("*.safetensors"))
     assert not list(fresh.rglob(".tmp-*shard*"))
-    assert not list(fresh.glob("tpu_0/commits/*"))
+    assert not list(fresh.glob("stream_0/commits/*"))

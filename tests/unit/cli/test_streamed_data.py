@@ -33,7 +33,7 @@ def test_a_streamed_dataset_is_resumed_completed_and_proven(
     output = tmp_path / "out"
     assert run(output, large, "--max-samples", 30) == 0
     assert verify(str(output)).ok
-    stream = json.loads((output / "tpu_0" / "stream.json").read_text())
+    stream = json.loads((output / "stream_0" / "stream.json").read_text())
     assert (stream["format"], stream["lines"], stream["samples"]) == (2, None, None)
     assert 0 < stream["head"] < 30
     assert run(output, large) == 0
@@ -42,7 +42,7 @@ def test_a_streamed_dataset_is_resumed_completed_and_proven(
     capfd.readouterr()
     assert run(output, large) == 0
     assert "nothing was left to do" in capfd.readouterr().out
-    commits = [json.loads(file.read_text()) for file in sorted((output / "tpu_0" / "commits").iterdir())]
+    commits = [json.loads(file.read_text()) for file in sorted((output / "stream_0" / "commits").iterdir())]
     parts = [part for commit in commits for part in commit.get("parts", [])]
     assert [part[0] for part in parts] == list(range(0, 60, 8)), "each row is hashed once"
 
@@ -69,7 +69,7 @@ def test_a_ledger_without_the_hashes_of_its_rows_is_not_proven(tmp_path: Path, l
 
     output = tmp_path / "out"
     assert run(output, large) == 0
-    first = output / "tpu_0" / "commits" / "0001.json"
+    first = output / "stream_0" / "commits" / "0001.json"
     body = first.read_bytes()[:-22]
     record = json.loads(body + b"}")
     del record["parts"]
@@ -83,7 +83,7 @@ def test_verify_shows_rows_that_were_skipped(tmp_path: Path, capfd: pytest.Captu
     data = lines(tmp_path / "texts.jsonl", *ROWS[:3], "{broken", *ROWS[3:6], {"text": 7})
     output = tmp_path / "out"
     assert run(output, data, "--bad-rows", "skip") == 0
-    assert "2 bad row: skipped" in capfd.readouterr().out
+    assert "2 skipped (bad row)" in capfd.readouterr().out
     assert spile("verify", output) == 0
     text = capfd.readouterr().out
     assert "skipped: 2 bad row" in text

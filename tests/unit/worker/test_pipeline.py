@@ -315,3 +315,23 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
     assert refused
     assert [(tokens, room) for tokens, room in awaited if tokens >= room] == []
     check(tmp_path, items)
+
+
+@pytest.mark.parametrize("verdicts", [(), ("go", "go", "stop")])
+def test_bytes_grow_with_each_batch_and_end_as_the_ledger_has_them(tmp_path, verdicts) -> None:
+    """A shard of 1 GB took minutes during which the display said 0 bytes."""
+    seen = []
+
+    class Counting(Progress):
+        def add(self, **counts: int) -> None:
+            super().add(**counts)
+            now = self.snapshot()
+            seen.append((now.shards_written, now.bytes))
+
+    items = [sample_of(index, length=n) for index, n in enumerate(lengths(40))]
+    progress = Counting()
+    visit(tmp_path, items, sizes=Sizes(128, None, 64, 1e6), control=Script(*verdicts), progress=progress)
+    growing = [count for shards, count in seen if shards == 0]
+    assert growing == sorted(set(growing))
+    assert growing[0] > 0
+    assert progress.snapshot().bytes == open_stream(tmp_path, 40).ledger.bytes
