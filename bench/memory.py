@@ -55,7 +55,7 @@ def measure(samples: int, model: Path, folder: Path) -> Peak:
     done = subprocess.run([*command, "--output", str(output)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"spile extract over {samples} samples ended with {done.returncode}")
-    shards = len(list(output.glob("tpu_0/shard_*")))
+    shards = len(list(output.glob("stream_0/shard_*")))
     return Peak(samples, int(done.stdout.splitlines()[-1]), time.perf_counter() - began, shards)
 
 

@@ -92,7 +92,7 @@ def killed_run(hub: DatasetHub, cache: Path, fields: dict[str, object], commits:
     process = subprocess.Popen(
         [sys.executable, "-c", _RUN, json.dumps(fields)], env=environment, stdout=subprocess.DEVNULL
     )
-    ledger = Path(str(fields["output"])) / "tpu_0" / "commits"
+    ledger = Path(str(fields["output"])) / "stream_0" / "commits"
     while process.poll() is None and (not ledger.is_dir() or len(list(ledger.iterdir())) < commits):
         time.sleep(0.2)
     process.send_signal(signal.SIGKILL)

@@ -162,9 +162,10 @@ def produce(
     step: int = 3,
     attempt: str | None = None,
     cut: int | None = None,
+    run: RunIdentity | None = None,
 ) -> StreamStore:
     """Run one worker: join, process the rest, finish. ``cut`` ends each shard after this many samples."""
-    run = run_identity()
+    run = run or run_identity()
     join_run(root, run)
     store = join_stream(root, worker_id, stream_identity(samples), run, attempt)
     waiting: list[Sample] = []

@@ -19,6 +19,8 @@ from spile.spec.run import (
     BadRows,
     Capture,
     ComputeDtype,
+    Device,
+    FolderNames,
     Gradients,
     LongPolicy,
     PromptKind,
@@ -54,6 +56,7 @@ class RunOptions(TypedDict, total=False):
     revision: str | None
     adapter: str | None
     backend: Backend
+    device: Device
     same_numbers: bool
     dataset_dir: str | None
     worker_id: int
@@ -75,6 +78,7 @@ class RunOptions(TypedDict, total=False):
     split: str | None
     config_name: str | None
     keep: Sequence[str] | str
+    stream_names: FolderNames
     local_copy: str | None
     delete_local_after_upload: bool
     layers: Sequence[int] | str | int | None
@@ -114,6 +118,7 @@ class LoadOptions(TypedDict, total=False):
     revision: str | None
     adapter: str | None
     backend: Backend
+    device: Device
     dtype: ComputeDtype
     mesh_shape: tuple[int, int] | str | None
 
@@ -146,6 +151,7 @@ def tap(
     revision: str | None = None,
     adapter: str | None = None,
     dtype: ComputeDtype = "auto",
+    device: Device = "auto",
     **options: Unpack[TapOptions],
 ) -> Activations:
     """Return the activations of a few texts in memory. The model of the last call stays loaded.
@@ -157,6 +163,7 @@ def tap(
         revision: The branch, tag or commit of a hub model.
         adapter: A LoRA adapter to merge into the weights.
         dtype: The precision of the computation.
+        device: The kind of device that runs the model: ``auto``, ``cpu``, ``cuda`` or ``tpu``.
         options: Which tokens are returned, and how rows become prompts.
 
     Returns:
@@ -165,10 +172,10 @@ def tap(
     """
     with naming("spile.tap"):
         if isinstance(model, str):
-            key = (model, revision, adapter, dtype)
+            key = (model, revision, adapter, dtype, device)
             if not _last_model or _last_model[0][0] != key:
                 _last_model.clear()  # before the next model is loaded, so that both need not fit into memory
-                _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype)))
+                _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype, device=device)))
             loaded: Model = _last_model[0][1]
         else:
             loaded = model
@@ -295,20 +302,20 @@ def plan(
         model: A model as for :func:`extract`, or a run spec. No weights are fetched.
         data: The data as for :func:`extract`.
         taps: The taps as for :func:`extract`.
-        machine: The machine type, such as ``v5e-64``; None forecasts sizes only.
+        machine: The machine type, such as ``v5e-64`` or ``H100-8``; None forecasts sizes only.
         workers: The number of such machines.
-        count: The number of samples to tokenize, evenly spread over the data.
+        count: The number of samples to tokenize, evenly spread over the data or, if it is large, over its beginning.
         options: The flags of ``spile extract``, with underscores.
     """
     from spile.planning.cost import Rates
     from spile.planning.forecast import plan as forecast
-    from spile.planning.machines import list_prices, parse_machine
+    from spile.planning.machines import list_prices, parse_planned
 
     with naming("spile.plan"):
         if count < 1:
             raise SpecError("--count", expected="at least 1", found=count)
         spec = _run_spec("plan", model, data, None, taps, options)
-        kind = None if machine is None else parse_machine(machine)
+        kind = None if machine is None else parse_planned(machine)
         found = forecast(spec, count)
         if kind is None:
             return found

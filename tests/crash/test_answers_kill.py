@@ -25,7 +25,7 @@ def assert_answered(url: str) -> None:
     root = open_folder(url)
     wanted = [item for item in items(COUNT) if isinstance(item, Sample)]
     (stream,) = open_streams(root, RUN)
-    assert merged(root.child(stream_folder(0)), stream.commits) == [expected(sample) for sample in wanted]
+    assert merged(root.child(stream_folder(0, "tpu")), stream.commits) == [expected(sample) for sample in wanted]
     report = verify(root)
     assert report.ok, report.all_problems
     assert report.streams[0].predictions == len(wanted)

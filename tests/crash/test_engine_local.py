@@ -79,9 +79,9 @@ def test_a_killed_worker_is_restarted_and_nothing_is_stored_twice(
     held = HeldCommits(tmp_path / "held", after=1)
     run = start(tmp_path, *words, "--log-dir", "logs", environment={**os.environ, **held.environment})
     assert wait_until(lambda: len(workers(run)) == 2)
-    assert wait_until(lambda: list((tmp_path / "out").glob("tpu_*/commits/0001.json")))
-    (begun,) = {path.parts[-3] for path in list((tmp_path / "out").glob("tpu_*/commits/0001.json"))[:1]}
-    number = begun.removeprefix("tpu_")
+    assert wait_until(lambda: list((tmp_path / "out").glob("stream_*/commits/0001.json")))
+    (begun,) = {path.parts[-3] for path in list((tmp_path / "out").glob("stream_*/commits/0001.json"))[:1]}
+    number = begun.removeprefix("stream_")
     (victim,) = [pid for pid in workers(run) if stream_of(pid) == number]
     os.kill(victim, signal.SIGKILL)
     held.release()
@@ -125,7 +125,7 @@ def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
 def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--engine", "local", "--num-workers", "2"]
     run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64", *SMALL)
-    assert wait_until(lambda: len(list((tmp_path / "out").glob("tpu_*/commits/0001.json"))) == 2)
+    assert wait_until(lambda: len(list((tmp_path / "out").glob("stream_*/commits/0001.json"))) == 2)
     mine = below(run.pid)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the foreground group, which the workers are not in
     code, out = finish(run)

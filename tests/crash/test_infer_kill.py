@@ -42,7 +42,7 @@ def finished(tasks: Path, output: Path, *words: object) -> None:
 
 def answer_tokens(root: Path) -> list[tuple[int, str, list[int]]]:
     """Return every stored answer, with duplicates."""
-    lines = [line for file in root.glob("tpu_0/predictions.jsonl") for line in file.read_text().splitlines()]
+    lines = [line for file in root.glob("stream_0/predictions.jsonl") for line in file.read_text().splitlines()]
     return [(one["sample"], one["text"], one["tokens"]) for one in map(json.loads, lines)]
 
 
@@ -66,9 +66,9 @@ def kills(tasks: Path, home: Path, count: int, seed: int) -> None:
     output = home / "killed"
     for _ in range(count):
         process = start(tasks, output, "--batch-size", dice.choice([1, 2, 5]))
-        began, before = time.monotonic(), len(list(output.glob("tpu_0/commits/*")))
+        began, before = time.monotonic(), len(list(output.glob("stream_0/commits/*")))
         wait = dice.uniform(0, 1.0)
-        while process.poll() is None and len(list(output.glob("tpu_0/commits/*"))) == before:
+        while process.poll() is None and len(list(output.glob("stream_0/commits/*"))) == before:
             assert time.monotonic() - began < 200
             time.sleep(0.01)
         time.sleep(wait)

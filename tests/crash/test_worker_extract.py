@@ -72,7 +72,7 @@ class Command:
 
     def until_committed(self, process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + 200
-        while not list(self.output.glob("tpu_0/commits/*.json")):
+        while not list(self.output.glob("stream_0/commits/*.json")):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -119,7 +119,7 @@ def whole(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finish(command: Command, whole: Path, *words: object) -> None:
     """Run it again to resume and a third time with nothing left; the rows equal those of an uninterrupted run."""
-    before = {path: path.stat().st_mtime_ns for path in command.output.glob("tpu_0/commits/*.json")}
+    before = {path: path.stat().st_mtime_ns for path in command.output.glob("stream_0/commits/*.json")}
     message = command.run(*words)
     assert f"{TASKS} stored" in message
     assert "of them now" in message or not before

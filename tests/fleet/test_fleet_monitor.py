@@ -421,7 +421,7 @@ def test_a_gone_machine_counts_neither_in_tokens_per_second_nor_in_the_time_left
     root, now = open_folder(monitor.fleet.root), datetime.now(UTC).isoformat()
     for number, rate in ((0, 50.0), (1, 30.0)):
         record = {"format": FORMAT, "id": "1" * 16, "worker_id": number, "fingerprint": "f", "data": "d", "sha256": "s"}
-        folder = root.child(stream_folder(number))
+        folder = root.child(stream_folder(number, "tpu"))
         folder.put(STREAM, seal({**record, "lines": 10, "samples": 10, "taps": []}, indent=1))
         beat = Beat("a", "h", Phase.RUNNING, 5, 5, 500, 1, 1, rate, 0, 10, now, now, "1", progressed=now)
         folder.put(PROGRESS, json.dumps(beat.to_json()).encode())

@@ -75,7 +75,7 @@ def test_an_ordinary_cluster_loses_a_node_and_gains_one(cluster: RayNodes, tmp_p
     words += ["--predictions-per-task", "4", "--shard-size-gb", "1e-6"]
     run = start(cluster, *words)
     root = open_folder(f"{BUCKET}/out")
-    assert wait_until(lambda: any(True for _ in root.list("tpu_")) and len(find_streams(root)) >= 3, 200)
+    assert wait_until(lambda: any(True for _ in root.list("stream_")) and len(find_streams(root)) >= 3, 200)
     cluster.kill(1)
     cluster.start(4)
     assert wait_until(lambda: len(find_streams(root)) >= 6, 200)
@@ -101,7 +101,7 @@ def test_a_cut_link_is_noticed(cluster: RayNodes, tmp_path: Path) -> None:
     words = ["--dataset-dir", f"{BUCKET}/streams", "--output", f"{BUCKET}/out", "--num-workers", "2"]
     run = start(cluster, *words, "--predictions-per-task", "4", "--shard-size-gb", "1e-6")
     root = open_folder(f"{BUCKET}/out")
-    assert wait_until(lambda: any(True for _ in root.list("tpu_")) and len(find_streams(root)) >= 2, 200)
+    assert wait_until(lambda: any(True for _ in root.list("stream_")) and len(find_streams(root)) >= 2, 200)
     cluster.cut(1)
     cluster.start(3)
     out, _ = run.communicate(timeout=280)
@@ -183,5 +183,5 @@ def test_hosts_as_one_worker(cluster: RayNodes, tmp_path: Path) -> None:
     assert run.returncode == 0, out
     root = open_folder(f"{BUCKET}/out")
     proven(root)
-    names = [info.key for info in root.list("tpu_") if info.key.endswith(".safetensors")]
+    names = [info.key for info in root.list("stream_") if info.key.endswith(".safetensors")]
     assert {name.rpartition("-h")[2] for name in names} == {"00.safetensors", "01.safetensors"}, names

@@ -137,7 +137,7 @@ def test_the_command_infer_gives_transformers_tokens(case: str, tmp_path: Path) 
     with pytest.raises(SystemExit, match="0"):
         main([str(word) for word in [*command, *options]])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    lines = (tmp_path / "out" / "tpu_0" / "predictions.jsonl").read_text().splitlines()
+    lines = (tmp_path / "out" / "stream_0" / "predictions.jsonl").read_text().splitlines()
     found = {answer["sample"]: answer["tokens"] for answer in map(json.loads, lines)}
     settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
     for sample in prompts(case):

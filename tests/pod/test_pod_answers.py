@@ -41,7 +41,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer_tokens(root: Path) -> list[tuple[int, list[int]]]:
-    lines = (root / "tpu_0" / "predictions.jsonl").read_text().splitlines()
+    lines = (root / "stream_0" / "predictions.jsonl").read_text().splitlines()
     return [(one["sample"], one["tokens"]) for one in map(json.loads, lines)]
 
 

@@ -324,7 +324,8 @@ def with_guide_defaults(
 
 
 def with_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlags:
-    """Return the flags with the guides' model if none is given."""
+    """Return the flags with the guides' names of folders, and with their model if none is given."""
+    flags = flags.replaced(stream_names=flags.stream_names or "tpu")
     if flags.model is not None:
         return flags
     log(f"no model was named, with {why}: {GUIDES_MODEL}, as in the guides (--model embedded: the embedded one)")

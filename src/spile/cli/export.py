@@ -101,7 +101,7 @@ def import_(
     output: Annotated[
         str, Parameter(help="Where the dataset is stored: a folder, gs://…, s3://… or az://…")
     ] = "./activations",
-    worker_id: Annotated[int, Parameter(help="The stream's number: writes tpu_5/.")] = 0,
+    worker_id: Annotated[int, Parameter(help="The stream's number: writes stream_5/.")] = 0,
     site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="The tap kind of the pickled activations.")] = (
         "residual"
     ),

@@ -153,7 +153,7 @@ def _check_local_run(spec: RunSpec) -> None:
     """
     from spile.objects import open_folder
     from spile.store.cleanup import stream_has_commits
-    from spile.store.layout import stream_folder
+    from spile.store.layout import existing_folder
     from spile.store.stream import read_run, read_stream
     from spile.store.streams import copy_command
 
@@ -161,7 +161,7 @@ def _check_local_run(spec: RunSpec) -> None:
     if not is_remote(spec.output) or not Path(local).is_dir():
         return
     root, number = open_folder(local), spec.data.worker_id
-    run, stream = read_run(root), read_stream(root.child(stream_folder(number)))
+    run, stream = read_run(root), read_stream(root.child(existing_folder(root, number)))
     if run is None or stream is None or not stream_has_commits(root, number):
         return
     if (run.model, stream.identity.data) != (spec.model, spec.data.location):

@@ -334,7 +334,8 @@ class EngineFlags:
         flag(_ENGINE, "The number of streams that are processed at once. Without --engine it implies --engine local."),
     ] = None
     num_streams: Annotated[
-        int | None, flag(_ENGINE, "The number of streams that --dataset is split into. [default: 4 for each worker]")
+        int | None,
+        flag(_ENGINE, "The number of streams that --dataset is split into. [default: up to 4 for each worker]"),
     ] = None
     resources: Annotated[
         list[str] | None,
@@ -396,7 +397,7 @@ class EngineFlags:
 _ADD = Group("Add to a finished dataset", sort_key=7)
 _TAKEN = frozenset(
     {"model", "revision", "worker_id", "dtype", "store_dtype", "positions", "max_samples", "statistics",
-     "batch_size", "batch_tokens", "mesh_shape"}
+     "batch_size", "batch_tokens", "mesh_shape", "device"}
 )  # fmt: skip
 """The flags of extract that can be used with --add-taps; the dataset determines all others."""
 

@@ -148,7 +148,7 @@ def _state(stream: StreamReport) -> Text:
 
 
 _COLUMNS: dict[str, Callable[[StreamReport], str | Text]] = {
-    "STREAM": lambda stream: f"tpu_{stream.number}",
+    "STREAM": lambda stream: stream.name,
     "SAMPLES": lambda stream: f"{stream.samples:,}",
     "SKIPPED": lambda stream: f"{stream.skipped:,}",
     "OF": lambda stream: "?" if stream.expected is None else f"{stream.expected:,}",
@@ -241,13 +241,13 @@ def _show_foreign_commits(report: Report, console: Console) -> None:
         if not stream.foreign_commits:
             continue
         numbers = stream.foreign_commits.text()
-        found = f"tpu_{stream.number}: commits {numbers} were written before the stream was started again"
+        found = f"{stream.name}: commits {numbers} were written before the stream was started again"
         if stream.kept:
             text = f"{found}; moved out of the ledger to {', '.join(stream.kept)}; copy them back to undo this"
         else:
             text = (
                 f"{found}, and are ignored. spile verify {report.root} --repair --yes replaces them by "
-                f"empty commits and keeps copies in {report.root}/tpu_{stream.number}/strays"
+                f"empty commits and keeps copies in {report.root}/{stream.name}/strays"
             )
         console.print(text, soft_wrap=True)
 

@@ -45,7 +45,7 @@ from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction
 from spile.objects.folder import Folder, NotFound, Removal
 from spile.spec.phase import Phase
 from spile.store.heartbeat import REFERENCE, Beat, hide_values, read_beat, secret_values
-from spile.store.layout import PROGRESS
+from spile.store.layout import PROGRESS, existing_folder, list_streams
 from spile.version import __version__
 
 PART = 256 << 10
@@ -178,16 +178,16 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
 
 def last_words(root: Folder, worker: str, number: int | None) -> Beat:
     """Return the worker's heartbeat, which contains the last lines of its log."""
-    for folder in [f"tpu_{number}"] if number is not None else _streams(root):
+    for folder in [existing_folder(root, number)] if number is not None else _streams(root):
         beat = read_beat(root.child(folder))
         if beat is not None and (number is not None or beat.host.split(".")[0] == worker):
             return beat
     fix = "check --output" if number is not None else "name the worker by its number"
-    raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected="one in tpu_N/progress.json", fix=fix)
+    raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected="one in stream_N/progress.json", fix=fix)
 
 
 def _streams(root: Folder) -> list[str]:
-    keys = [info.key.split("/") for info in root.list("tpu_")]
+    keys = [info.key.split("/") for info in list_streams(root)]
     return [parts[0] for parts in keys if len(parts) == 2 and parts[1] == PROGRESS]
 
 

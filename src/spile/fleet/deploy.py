@@ -38,7 +38,6 @@ from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
 from spile.store.cleanup import stream_has_commits
-from spile.store.layout import stream_folder
 from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.store.streams import find_streams
@@ -316,12 +315,11 @@ def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: 
             )
     root = open_folder(fleet.root)
     mine = set(range(fleet.stream_count))
-    for number in find_streams(root):
-        record = read_stream(root.child(stream_folder(number)))
+    for number, name in find_streams(root).items():
+        record = read_stream(root.child(name))
         if record is None or (cleared and number in mine):
             continue
-        where = f"{root.url}/{stream_folder(number)}"
-        check_stored(number, record.identity.sha256, where, streams, mine=number in mine)
+        check_stored(number, record.identity.sha256, f"{root.url}/{name}", streams, mine=number in mine)
 
 
 def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, mine: bool) -> None:
@@ -349,7 +347,7 @@ def refuse_active_streams(root: str, numbers: list[int]) -> None:
     for view in SnapshotReader(open_folder(root), time.time).take().streams:
         if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:
             raise DataError(
-                f"{root}/{stream_folder(view.number)} is being written",
+                f"{root}/{view.name} is being written",
                 found=f"a worker's heartbeat of {view.age:.0f} s ago",
                 fix="end it first: spile fleet stop",
             )

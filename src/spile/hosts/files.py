@@ -20,7 +20,7 @@ from spile.errors import Damaged, Failure, SpileError, UserError, untrusted
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import combine_errors, explain
 from spile.objects import open_folder
-from spile.store.layout import RUN, STREAM
+from spile.store.layout import RUN, STREAM, stream_number
 from spile.store.stream import read_stream
 
 RESULTS = "spile-run-"
@@ -401,7 +401,7 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
         return False
     ids: dict[str, tuple[str, Path]] = {}
     for part in parts:
-        for stream in sorted(part.glob(f"tpu_*/{STREAM}")):
+        for stream in sorted(file for file in part.glob(f"*/{STREAM}") if stream_number(file.parent.name) is not None):
             mine = read_stream(open_folder(str(stream.parent)))
             first = ids.setdefault(stream.parent.name, (mine.id if mine else "", part))
             if mine is not None and mine.id != first[0]:

@@ -363,7 +363,7 @@ def _record_batches(block: Block) -> Iterator[Any]:
 
 
 def write_parquet(export: Export, output: str) -> Exported:
-    """Write ``tpu_N-NNNN.parquet`` for each stored shard, one row per token."""
+    """Write ``stream_N-NNNN.parquet`` for each stored shard, one row per token."""
     _arrow()
     from pyarrow import parquet
 
@@ -372,7 +372,7 @@ def write_parquet(export: Export, output: str) -> Exported:
         def write(block: Block) -> None:
             writer = None
             for batch in _record_batches(block):
-                path = folder / f"tpu_{block.stream}-{block.number:04d}.parquet"
+                path = folder / f"stream_{block.stream}-{block.number:04d}.parquet"
                 # Activations do not compress, and trying costs more than writing them.
                 writer = writer or parquet.ParquetWriter(
                     path, batch.schema, compression="none", use_dictionary=["task_id"]

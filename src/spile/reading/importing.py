@@ -14,7 +14,7 @@ import pickletools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedIOBase
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
 from spile.store.shard import as_stored
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream, read_run
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""
@@ -410,6 +410,8 @@ def import_pickles(
     survey = _survey(files, store_dtype)
     run = _identity(model, survey, store_dtype)
     taps = tuple(Tap(site, layer) for layer in survey.layers)
+    known = read_run(root)
+    run = replace(run, folders="stream" if known is None else known.folders)
     join_run(root, run)
     total = survey.samples
     store = join_stream(root, worker_id, StreamIdentity(source, survey.sha256, total, total, taps), run)

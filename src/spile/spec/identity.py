@@ -13,7 +13,7 @@ from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
-_NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer")
+_NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer", "folders")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class RunIdentity:
     """The changes of taps that the user gave. They are not compared; :attr:`steering` is."""
     steering: str | None = None
     """A hash of the changed taps, the kinds of changes and the numbers of all vectors; None without ``--steer``."""
+    folders: str = "tpu"
+    """The names of the streams' folders: ``stream`` or, in runs of the guides and of earlier versions, ``tpu``."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
@@ -83,7 +85,9 @@ class RunIdentity:
 
     @property
     def format(self) -> int:
-        """The format version of ``run.json``: 2 if a reader that only knows version 1 would misread the rows."""
+        """The format version of ``run.json``: the first one whose readers find and read all rows."""
+        if self.folders != "tpu":
+            return 3
         return 2 if self.store_dtype in SCALED or self.positions != ALL else 1
 
     def fingerprint(self) -> str:

@@ -67,6 +67,9 @@ Capture = Literal["both", "prompt", "answer", "none"]
 """Which tokens' activations are stored if answers are generated."""
 Gradients = Literal["none", "loss"]
 Backend = Literal["auto", "jax", "torch"]
+FolderNames = Literal["stream", "tpu"]
+"""The names of the streams' folders: ``stream_5`` or ``tpu_5``."""
+Device = Literal["auto", "cpu", "cuda", "tpu"]
 
 _BATCHING: Group = "Batching (does not change the numbers)"
 _BOTH: tuple[CommandName, ...] = ("extract", "infer")
@@ -294,6 +297,11 @@ class RunSpec:
         "Model",
         identity=True,
     )
+    device: Device = option(
+        "auto",
+        "The kind of device that runs the model. auto: a TPU or GPU if there is one, otherwise the CPU.",
+        "Model",
+    )
     same_numbers: bool = option(
         False, "Continue a run of another backend: you declare that their numbers are equal.", "Model"
     )
@@ -304,6 +312,12 @@ class RunSpec:
         "Output",
         default="./activations; ./inference if answers are generated",
         common=_BOTH,
+    )
+    stream_names: FolderNames = option(
+        "stream",
+        "The names of the streams' folders in a new dataset: stream_5, or tpu_5.",
+        "Output",
+        default="stream; tpu for a fleet, a pod, --gcs-bucket, --worker-id and the variables of the guides",
     )
     local_copy: str | None = option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
     delete_local_after_upload: bool = option(False, "Remove each local copy after its commit.", "Output")
@@ -417,6 +431,8 @@ class RunSpec:
         one_of("--dtype", self.dtype, ComputeDtype)
         one_of("--store-dtype", self.store_dtype, StoreDtype)
         one_of("--backend", self.backend, Backend)
+        one_of("--device", self.device, Device)
+        one_of("--stream-names", self.stream_names, FolderNames)
         check_positions(self.positions)
         within("--batch-size", self.batch_size, 1, 1 << 20)
         within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
@@ -640,3 +656,4 @@ class BackfillSpec:
     batch_size: int | None = None
     batch_tokens: int | None = None
     mesh_shape: tuple[int, int] | None = None
+    device: Device = "auto"

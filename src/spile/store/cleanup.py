@@ -26,11 +26,12 @@ from spile.store.layout import (
     SUSPECTS,
     commit_key,
     commit_number,
+    existing_folder,
     is_addition,
     is_data,
+    list_streams,
     new_attempt,
     stray_key,
-    stream_folder,
     stream_number,
 )
 from spile.store.ledger import Commit, commit_numbers, has_commits
@@ -84,12 +85,12 @@ def fence(folder: Folder, stream: str, number: int, before: str) -> bool:
 
 def stream_has_commits(root: Folder, worker_id: int) -> bool:
     """Return whether the stream has commits, in which case ``--no-checkpointing`` alone is refused."""
-    return has_commits(root.child(stream_folder(worker_id)))
+    return has_commits(root.child(existing_folder(root, worker_id)))
 
 
 def stream_exists(root: Folder, worker_id: int) -> bool:
     """Return whether the stream's folder contains any file that a worker created."""
-    return any(is_ours(info.key) for info in root.child(stream_folder(worker_id)).list())
+    return any(is_ours(info.key) for info in root.child(existing_folder(root, worker_id)).list())
 
 
 def clear_stream(root: Folder, worker_id: int) -> None:
@@ -99,7 +100,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
     shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger. Commits
     of a worker that still writes to the old incarnation are ignored, because they carry the old id.
     """
-    folder = root.child(stream_folder(worker_id))
+    folder = root.child(existing_folder(root, worker_id))
     for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
         if is_addition(name):
             clear_folder(folder.child(name))
@@ -156,13 +157,13 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
     """
     found = [
         Garbage("shard", _number(folder), info.key, info.size, now - info.updated, info.key)
-        for info in root.list("tpu_")
+        for info in list_streams(root)
         for folder, name in [_split(info.key)]
         if folder in named and is_data(name) and name not in named[folder]
     ]
     found += [
         Garbage("upload", _number(folder), left.key, left.size, now - left.started, left.handle)
-        for left in root.unfinished("tpu_")
+        for left in root.unfinished("")
         for folder, name in [_split(left.key)]
         if folder in named and is_ours(name)
     ]
@@ -194,7 +195,7 @@ def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[str, tupl
     ``ids`` maps each folder to its stream id and its next commit number, as read before the search.
     """
     items = list(garbage)
-    left = {item.handle: item for item in root.unfinished("tpu_")}
+    left = {item.handle: item for item in root.unfinished("")}
     removals = {folder: _removal(root, folder, *of) for folder, of in ids.items()}
 
     def removed(item: Garbage) -> bool:

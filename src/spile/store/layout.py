@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from spile.errors import SpecError
+from spile.errors import Damaged, SpecError
+from spile.objects.folder import Folder, ObjectInfo
 
 RUN = "run.json"
 SPEC = "spec.json"
@@ -22,22 +23,46 @@ COMMITS = "commits/"
 
 _ADDITION = re.compile(r"added_[0-9a-f]{8}")
 # The number of digits is limited, because code loops over the numbers that it finds.
-_STREAM_FOLDER = re.compile(r"tpu_(0|[1-9]\d{0,8})", re.ASCII)
+_STREAM_FOLDER = re.compile(r"(?:stream|tpu)_(0|[1-9]\d{0,8})", re.ASCII)
+_PREFIXES = ("stream_", "tpu_")
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
 _PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
 _ATTEMPT = re.compile(r"[a-z0-9]{4,32}")
 
 
-def stream_folder(worker_id: int) -> str:
-    """Return the folder of a stream: ``tpu_5`` for worker 5."""
-    return f"tpu_{worker_id}"
+def stream_folder(worker_id: int, names: str) -> str:
+    """Return the folder of a stream: ``stream_5``, or ``tpu_5`` if the run's ``names`` are ``tpu``."""
+    return f"{names}_{worker_id}"
 
 
 def stream_number(folder: str) -> int | None:
-    """Return 5 for ``tpu_5``, or None if the name is not that of a stream's folder."""
+    """Return 5 for ``stream_5`` and ``tpu_5``, or None if the name is not that of a stream's folder."""
     match = _STREAM_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
+
+
+def list_streams(root: Folder) -> Iterator[ObjectInfo]:
+    """List the files of all streams, under both names."""
+    for prefix in _PREFIXES:
+        yield from root.list(prefix)
+
+
+def existing_folder(root: Folder, worker_id: int) -> str:
+    """Return the name of a stream's folder: the one that has files, or the first name if none has."""
+    names = [f"{prefix}{worker_id}" for prefix in _PREFIXES]
+    return next((name for name in names if any(True for _ in root.list(f"{name}/"))), names[0])
+
+
+def one_folder(root: Folder, folders: dict[int, str], number: int, folder: str) -> None:
+    """Add a stream's folder to ``folders``; raise if the stream has a folder of each name."""
+    if folders.setdefault(number, folder) != folder:
+        raise Damaged(
+            f"stream {number} of {root.url} has two folders",
+            expected=f"{folders[number]} or {folder}",
+            found="both",
+            fix="move the one that does not belong to this run out of the dataset",
+        )
 
 
 def addition_folder(taps: Iterable[str]) -> str:

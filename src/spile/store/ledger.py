@@ -23,7 +23,7 @@ from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, pre
 
 FORMAT = 1
 """The version of the format; ``docs/format.md`` describes it."""
-RUN_FORMATS = (1, 2)
+RUN_FORMATS = (1, 2, 3)
 """The versions of ``run.json``. Version 2 stops readers of version 1, which would misread the rows."""
 STREAM_FORMATS = (1, 2)
 """The versions of ``stream.json``. In version 2 the data is bound by the hashes of rows in the commits."""

@@ -126,6 +126,8 @@ class StreamReport:
     """The skipped samples that ended their workers."""
     kept: tuple[str, ...] | None = None
     """The locations of the copies of commits that a repair removed from the ledger; None if there was no repair."""
+    name: str = ""
+    """The name of the stream's folder."""
 
     @property
     def ok(self) -> bool:

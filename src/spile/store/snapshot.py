@@ -14,7 +14,6 @@ from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENCE, Beat, read_beat
-from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger, read_commits
 from spile.store.stream import StreamRecord, parse_iso, read_stream
 from spile.store.streams import find_streams
@@ -178,19 +177,19 @@ class SnapshotReader:
         self._ledgers: dict[int, tuple[str, Ledger]] = {}
 
     def take(self) -> Snapshot:
-        numbers = find_streams(self._root)
+        folders = find_streams(self._root)
         with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
-            views = tuple(pool.map(self._view, numbers))
+            views = tuple(pool.map(self._view, folders, folders.values()))
         return Snapshot(self._root.url, self._clock(), views)
 
-    def _view(self, number: int) -> StreamView:
-        folder = self._root.child(stream_folder(number))
+    def _view(self, number: int, name: str) -> StreamView:
+        folder = self._root.child(name)
         try:
             record = read_stream(folder)
             ledger = self._ledger(number, folder, record)
         except Damaged as error:  # Other errors of the store do not mean that the stream is damaged.
-            return StreamView(number, stream_folder(number), State.DAMAGED, last_error=str(error))
-        return view_of(number, record, ledger, read_beat(folder), self._clock())
+            return StreamView(number, name, State.DAMAGED, last_error=str(error))
+        return view_of(number, name, record, ledger, read_beat(folder), self._clock())
 
     def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
         if record is None:
@@ -203,7 +202,9 @@ class SnapshotReader:
         return ledger
 
 
-def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float) -> StreamView:
+def view_of(
+    number: int, name: str, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float
+) -> StreamView:
     """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
     total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
     expected = beat.expected if beat is not None and beat.expected is not None else total
@@ -223,7 +224,7 @@ def view_of(number: int, record: StreamRecord | None, ledger: Ledger, beat: Beat
         left = max(0, expected - samples) * per_sample / rate
     return StreamView(
         number=number,
-        name=stream_folder(number),
+        name=name,
         state=state,
         samples=samples,
         expected=expected,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
 from spile.objects import is_remote, open_folder, split
@@ -18,7 +18,7 @@ from spile.objects.mirror import home_of
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.run import FolderNames, GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.spec.sample import Part, Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.layout import (
@@ -100,6 +100,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         **({} if identity.adapter is None else {"adapter": identity.adapter}),
         **({} if identity.vocab_size is None else {"vocab_size": identity.vocab_size}),
         **({"steer": identity.steer} if identity.steer else {}),
+        **({} if identity.folders == "tpu" else {"folders": identity.folders}),
         "numbers": identity.compared(),
         "created": now_iso(),
         "version": __version__,
@@ -117,6 +118,12 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
             f"{root.url} was created with other settings",
             differing,
             "give the same settings, or another --output",
+        )
+    if (folders := stored.get("folders", "tpu")) != identity.folders:  # Another worker has just created the run.
+        raise RunMismatch(
+            f"{root.url} was begun with folders named {folders}_N",
+            found=f"{identity.folders}_N",
+            fix="run the same command again",
         )
 
 
@@ -232,6 +239,7 @@ def read_run(root: Folder) -> RunIdentity | None:
             adapter=record.get("adapter"),
             vocab_size=None if record.get("vocab_size") is None else int(record["vocab_size"]),
             steer=tuple(map(str, record.get("steer", ()))),
+            folders=_known_names(record.get("folders", "tpu")),
             prompt=PromptSpec(**prompt),
             generation=generation,
             unknown=compared,
@@ -243,6 +251,12 @@ def read_run(root: Folder) -> RunIdentity | None:
             found=identity.fingerprint(),
         )
     return identity
+
+
+def _known_names(names: Any) -> str:
+    if names not in get_args(FolderNames):
+        raise ValueError(f"folders {names!r}")
+    return str(names)
 
 
 def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
@@ -501,7 +515,7 @@ def join_stream(
     ``attempt`` is a unique name of this execution of the worker. The hosts of a pod share the attempt and the id of the
     ``stream``, because each host may store its part of the stream on its own disk.
     """
-    folder = root.child(stream_folder(worker_id))
+    folder = root.child(stream_folder(worker_id, run.folders))
     stored = read_stream(folder)
     if stored is None:
         fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)

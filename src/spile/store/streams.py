@@ -20,7 +20,17 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
-from spile.store.layout import METADATA, STREAM, addition_folder, is_addition, new_attempt, stream_folder, stream_number
+from spile.store.layout import (
+    METADATA,
+    STREAM,
+    addition_folder,
+    existing_folder,
+    is_addition,
+    list_streams,
+    new_attempt,
+    one_folder,
+    stream_number,
+)
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
@@ -70,7 +80,7 @@ def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
 
 
 def _describe_group(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
-    names = f"{stream_folder(numbers[0])}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
+    names = f"stream {numbers[0]}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
     return f"{names} of no split" if group is None else f"{names} of {group[0]} streams (split {group[1] or 'unknown'})"
 
 
@@ -179,7 +189,7 @@ class IncompleteCopy:
 
 def missing_from_copy(copy: Folder, worker_id: int) -> IncompleteCopy | None:
     """Return which committed shards are missing from a local copy, or None if it is complete."""
-    folder = copy.child(stream_folder(worker_id))
+    folder = copy.child(existing_folder(copy, worker_id))
     files = read_ledger(folder, None).files
     absent = [file.size for file in files if _size(folder, file.name) != file.size]
     return IncompleteCopy(folder.url, len(absent), len(files), sum(absent)) if absent else None
@@ -296,13 +306,14 @@ class Stream:
         return f"Stream({self.number}, {len(self.shards)} shards, {self.samples} samples)"
 
 
-def find_streams(root: Folder) -> list[int]:
-    return sorted(_folders(root))
+def find_streams(root: Folder) -> dict[int, str]:
+    """Return the names of the streams' folders below a root, by the numbers of the streams, in their order."""
+    return {number: name for number, (name, _) in _folders(root).items()}
 
 
 def finished_quarantines(root: Folder) -> list[str]:
     """Return the quarantined samples of finished streams, from their ``metadata.json``; no ledger is read."""
-    keys = [f"{stream_folder(number)}/{METADATA}" for number in find_streams(root)]
+    keys = [f"{folder}/{METADATA}" for folder in find_streams(root).values()]
 
     def read(key: str) -> list[str]:
         try:
@@ -320,20 +331,20 @@ def finished_quarantines(root: Folder) -> list[str]:
         return [sample for found in pool.map(read, keys) for sample in found]
 
 
-def _folders(root: Folder) -> dict[int, list[str]]:
-    """Map each stream's number to the names of its folders of added taps, with a single listing."""
-    found: dict[int, list[str]] = {}
+def _folders(root: Folder) -> dict[int, tuple[str, list[str]]]:
+    """Map each stream's number to the name of its folder and of the folders of added taps."""
+    found: dict[int, str] = {}
     added: dict[int, list[str]] = {}
-    for info in root.list("tpu_"):
+    for info in list_streams(root):
         folder, _, rest = info.key.partition("/")
         number = stream_number(folder)
         if number is None or not rest.endswith(STREAM):
             continue
         if rest == STREAM:
-            found[number] = []
+            one_folder(root, found, number, folder)
         elif is_addition(rest.removesuffix("/" + STREAM)):
             added.setdefault(number, []).append(rest.removesuffix("/" + STREAM))
-    return {number: added.get(number, []) for number in found}
+    return {number: (found[number], added.get(number, [])) for number in sorted(found)}
 
 
 def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
@@ -341,7 +352,7 @@ def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str |
     if record.fingerprint != run.fingerprint():
         return f"{STREAM} belongs to another run: expected fingerprint {run.fingerprint()}, found {record.fingerprint}"
     if record.worker_id != number:
-        return f"{STREAM} belongs to another stream: expected {stream_folder(number)}, found tpu_{record.worker_id}"
+        return f"{STREAM} belongs to another stream: expected stream {number}, found stream {record.worker_id}"
     return None
 
 
@@ -353,18 +364,17 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
 
     """
     found = _folders(root)
-    numbers = sorted(found)
-    folders = [root.child(stream_folder(number)) for number in numbers]
+    folders = [root.child(name) for name, _ in found.values()]
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
         records = list(pool.map(read_stream, folders))
     streams = []
-    for number, folder, record in zip(numbers, folders, records, strict=True):
+    for (number, (_, added)), folder, record in zip(found.items(), folders, records, strict=True):
         if record is None:
             continue  # The stream was removed after it was listed.
         if why := foreign_reason(record, number, run):
             fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
-        streams.append(Stream(folder, record, find_additions(folder, record, found[number])))
+        streams.append(Stream(folder, record, find_additions(folder, record, added)))
     # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.
     with_split = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, with_split):

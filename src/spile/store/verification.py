@@ -34,7 +34,8 @@ from spile.store.layout import (
     commit_number,
     is_addition,
     is_shard,
-    stream_folder,
+    list_streams,
+    one_folder,
     stream_number,
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
@@ -298,9 +299,9 @@ def _bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) ->
 class _StreamEvidence:
     """The records, commits and problems of one stream that were found so far."""
 
-    def __init__(self, number: int, root: Folder, added: str = "") -> None:
-        self.number = number
-        self.path = stream_folder(number) + (f"/{added}" if added else "")
+    def __init__(self, number: int, root: Folder, name: str, added: str = "") -> None:
+        self.number, self.name = number, name
+        self.path = name + (f"/{added}" if added else "")
         self.folder = root.child(self.path)
         self.record: StreamRecord | None = None
         self.commits: tuple[Commit, ...] = ()
@@ -356,9 +357,9 @@ def verify(
     if run is None:
         raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
     there = _folders(folder)
-    begun = [number for number in sorted(there) if streams is None or number in streams]
+    begun = [number for number in there if streams is None or number in streams]
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
-        found = list(pool.map(lambda number: _read(number, folder, run, there[number]), begun))
+        found = list(pool.map(lambda number: _read(number, folder, run, *there[number]), begun))
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, begun, records, streams)
     _inspect(found, run, workers or _workers(folder), progress, decode)
@@ -412,30 +413,32 @@ def _stream(stream: _StreamEvidence, record: StreamRecord) -> Stream:
     return Stream(stream.folder, record, added)
 
 
-def _folders(root: Folder) -> dict[int, set[str]]:
-    """Map each stream, even without a ``stream.json``, to the names of its folders of added taps."""
-    found: dict[int, set[str]] = {}
-    for info in root.list("tpu_"):
+def _folders(root: Folder) -> dict[int, tuple[str, set[str]]]:
+    """Map each stream, even without a ``stream.json``, to the name of its folder and of those of added taps."""
+    found: dict[int, str] = {}
+    additions: dict[int, set[str]] = {}
+    for info in list_streams(root):
         name, _, rest = info.key.partition("/")
         added, _, inner = rest.partition("/")
         inside = is_addition(added)
         number, key = stream_number(name), inner if inside else rest
         if number is not None and (key == STREAM or commit_number(key) is not None or is_shard(key)):
-            found.setdefault(number, set()).update([added] if inside else [])
-    return found
+            one_folder(root, found, number, name)
+            additions.setdefault(number, set()).update([added] if inside else [])
+    return {number: (found[number], additions[number]) for number in sorted(found)}
 
 
-def _read(number: int, root: Folder, run: RunIdentity, added: Collection[str]) -> _StreamEvidence:
-    stream = _read_ledger(number, root, run)
+def _read(number: int, root: Folder, run: RunIdentity, name: str, added: Collection[str]) -> _StreamEvidence:
+    stream = _read_ledger(number, root, run, name)
     if stream.record is not None:
-        every = [_read_ledger(number, root, run, name) for name in sorted(added)]
+        every = [_read_ledger(number, root, run, name, each) for each in sorted(added)]
         # Additions to an earlier incarnation of the stream are not a problem: readers ignore them.
         stream.additions = [each for each in every if each.record is None or each.record.base == stream.record.id]
     return stream
 
 
-def _read_ledger(number: int, root: Folder, run: RunIdentity, added: str = "") -> _StreamEvidence:
-    stream = _StreamEvidence(number, root, added)
+def _read_ledger(number: int, root: Folder, run: RunIdentity, name: str, added: str = "") -> _StreamEvidence:
+    stream = _StreamEvidence(number, root, name, added)
     where = stream.folder.url
     try:
         stream.record = read_stream(stream.folder)
@@ -519,6 +522,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
     skips = [skip for commit in stream.commits for skip in commit.skipped]
     return StreamReport(
         number=stream.number,
+        name=stream.name,
         expected=expected,
         samples=ledger.samples,
         skipped=ledger.skipped,

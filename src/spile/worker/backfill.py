@@ -47,7 +47,7 @@ from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
 from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
-from spile.worker.resolve import find_model, rows_of, steering_of_run, wants_statistics
+from spile.worker.resolve import find_model, rows_of, steering_of_run, use_device, wants_statistics
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_producers import torch_producer
 
@@ -146,6 +146,7 @@ def dataset_model(spec: BackfillSpec, run: RunIdentity, root: Folder) -> tuple[M
         adapter=run.adapter,
     )
     files, backend = find_model(again, run, root.url)
+    use_device(spec.device, backend)
     beyond = [str(tap) for tap in spec.taps if (tap.layer or 0) >= files.config.n_layers]
     if beyond:
         raise SpecError(
@@ -259,7 +260,7 @@ class _AlignedSink(StreamSink):
 def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
     """Compute taps for every row of a finished dataset, and store them next to it, shard for shard."""
     progress, stop = progress or Progress(), stop or threading.Event()
-    configure_jax()
+    configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the dataset and the model")
     root = open_folder(spec.root)
     for warning in preflight(root):
@@ -312,6 +313,7 @@ class _Plan:
             batch_size=asked.batch_size,
             batch_tokens=asked.batch_tokens,
             mesh_shape=asked.mesh_shape,
+            device=asked.device,
             positions=run.positions,
         )
 

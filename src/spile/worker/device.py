@@ -60,13 +60,15 @@ class _Pending(NamedTuple):
     finite: jax.Array
 
 
-def configure_jax() -> None:
+def configure_jax(device: str = "auto") -> None:
     """Configure JAX before the devices are first used, unless the environment says otherwise.
 
     GPU memory is not preallocated, which would take 1.7 s of every start on an H200. Compiled programs are cached on
     disk, so that a resumed worker does not compile again.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if device == "cpu":  # before anything else initialises a GPU
+        jax.config.update("jax_platforms", "cpu")
     logging.getLogger("jax._src.xla_bridge").addFilter(_one_line)
     _enable_compilation_cache()
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from spile.data.stream import SampleReader
-from spile.errors import Failure, Fenced, SpecError, SpileError
+from spile.errors import Failure, Fenced, RunMismatch, SpecError, SpileError
 from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted, duration, size
@@ -93,7 +93,7 @@ def run_stream(
 ) -> Summary:
     """Do what is left of a stream with the producer that ``make`` returns."""
     progress, hosts = progress or Progress(), (hosts or SingleProcess()).begin_run()
-    configure_jax()
+    configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check(spec, progress, hosts)
     run = resolve(spec, progress.timeline)
@@ -422,7 +422,7 @@ def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleR
 
 def _known_stream(run: ResolvedRun) -> StreamStore | None:
     """Return the stream if an earlier worker began it."""
-    record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id)))
+    record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id, run.identity.folders)))
     return None if record is None else join(run)
 
 
@@ -442,7 +442,7 @@ def _starts_over(run: ResolvedRun) -> bool:
         raise SpecError(
             "--no-checkpointing",
             expected="a stream without commits",
-            found=f"commits in {run.root.url}/{stream_folder(worker_id)}",
+            found=f"commits in {run.root.url}/{stream_folder(worker_id, run.identity.folders)}",
             fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
         )
     return False
@@ -455,7 +455,15 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: Worker
         join_run(run.root, run.identity)
         stream = stream or join(run)
         plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
+        plan["folders"] = run.identity.folders
     plan = hosts.agree("plan", plan)
+    if plan["folders"] != run.identity.folders:
+        raise RunMismatch(
+            f"{run.root.url} on this host was begun with other names of folders than on worker 0",
+            expected=f"{plan['folders']}_N",
+            found=f"{run.identity.folders}_N",
+            fix=f"add --stream-names {plan['folders']}, or give all hosts another --output",
+        )
     if stream is None:
         join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
         stream = join(run, plan["attempt"], plan["stream"])

@@ -265,7 +265,10 @@ def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
     # Another worker may have committed after this one read the ledgers and written its view before this one did. So the
     # view is written again until no ledger has changed: whichever worker writes last has then seen every commit.
     while (commits := _all_commits(run.root)) != written:
-        by_stream = {number: merged(run.root.child(stream_folder(number)), each) for number, each in commits.items()}
+        by_stream = {
+            number: merged(run.root.child(stream_folder(number, run.identity.folders)), each)
+            for number, each in commits.items()
+        }
         lines = (prediction.line(number) for number, each in by_stream.items() for prediction in each)
         _put_answers(run, folder, [prediction for each in by_stream.values() for prediction in each], b"".join(lines))
         written = commits
@@ -273,9 +276,10 @@ def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
 
 def _all_commits(root: Folder) -> dict[int, list[Commit]]:
     """Return the commits of each stream of a run."""
-    records = {number: read_stream(root.child(stream_folder(number))) for number in find_streams(root)}
+    streams = {number: root.child(name) for number, name in find_streams(root).items()}
+    records = {number: read_stream(folder) for number, folder in streams.items()}
     return {
-        number: list(read_commits(root.child(stream_folder(number)), record.id))
+        number: list(read_commits(streams[number], record.id))
         for number, record in records.items()
         if record is not None
     }

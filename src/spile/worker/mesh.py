@@ -5,9 +5,14 @@ An axis that the mesh does not divide evenly, such as 14 heads over 16 devices, 
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -156,6 +161,75 @@ def default_shape(
         if plan.weight_bytes(config, itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
             return plan.shape
     return devices // widths[-1], widths[-1]
+
+
+_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""JAX's names for the values of ``--device``."""
+
+
+def select_device(device: str) -> str:
+    """Initialise JAX on the devices that ``--device`` names, and return their platform: cpu, gpu or tpu.
+
+    Raises:
+        SpecError: This machine has no such device, or this process already uses another one.
+    """
+    before: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if device != "auto":  # JAX has no fallback for a platform that is named
+        jax.config.update("jax_platforms", device if device == "cpu" else f"{device},cpu")
+    try:
+        platform = jax.default_backend()
+    except RuntimeError as error:
+        jax.config.update("jax_platforms", before)
+        raise _no_device(device, str(error)) from error
+    if platform == _PLATFORMS.get(device, platform):
+        return platform
+    jax.config.update("jax_platforms", before)
+    raise _no_device(device, f"this process already runs JAX on {platform}; start another one")
+
+
+def _no_device(device: str, why: str) -> SpecError:
+    if device == "cuda":
+        plugin = any("cuda" in each.name for each in entry_points(group="jax_plugins"))
+        return no_gpu("" if plugin else "JAX has no CUDA plugin", "run: pip install 'spile[cuda]'", why)
+    if device == "tpu" and find_spec("libtpu") is None:
+        return SpecError("--device tpu: libtpu is not installed", fix="run: pip install 'spile[tpu]'")
+    if device == "tpu" and not _device_files("accel[0-9]*", "vfio/[0-9]*"):
+        fix = "run this command on a TPU VM, or use another --device"
+        return SpecError("--device tpu: this machine has no TPU: no /dev/accel0 and no /dev/vfio/0", fix=fix)
+    fix = "end other processes that use the device" if device == "tpu" else "check the variable JAX_PLATFORMS"
+    return SpecError(f"--device {device}: {why}", fix=fix)
+
+
+def _device_files(*patterns: str) -> bool:
+    return any(any(Path("/dev").glob(pattern)) for pattern in patterns)
+
+
+def no_gpu(missing: str, install: str, why: str) -> SpecError:
+    """Return the error for a GPU that cannot be used.
+
+    Args:
+        missing: What the framework lacks; empty if nothing.
+        install: How to install that.
+        why: What the framework said, if nothing else explains it.
+    """
+    cpu = "or use --device cpu"
+    if missing:
+        return SpecError(f"--device cuda: {missing}", fix=f"{install}, {cpu}")
+    if not _device_files("nvidia[0-9]*", "dxg"):
+        return SpecError(
+            "--device cuda: this machine has no NVIDIA GPU, or its driver is not loaded: no /dev/nvidia0",
+            fix=f"check that nvidia-smi lists the GPU, start a container with --gpus all, {cpu}",
+        )
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return SpecError(f"--device cuda: the NVIDIA driver was not found: {error}", fix=f"install the driver, {cpu}")
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        why = f"{why} (CUDA_VISIBLE_DEVICES={hidden})"
+    return SpecError(
+        f"--device cuda: CUDA did not start: {why}",
+        fix=f"compare the driver's version (nvidia-smi) with the CUDA libraries (pip list), {cpu}",
+    )
 
 
 def device_memory() -> int | None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any, Literal, TypeVar
@@ -43,6 +44,7 @@ from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
 from spile.store.stream import join_run, read_run, read_stream
 from spile.worker.batches import Sizes
+from spile.worker.mesh import select_device
 from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Timeline
 from spile.worker.sizes import choose_sizes
@@ -256,6 +258,13 @@ def wants_statistics(asked: bool | None) -> bool:
     return jax.default_backend() == "cpu" if asked is None else asked
 
 
+def use_device(device: str, backend: str) -> str:
+    """Initialise the devices that ``--device`` names, and return their platform: cpu, gpu or tpu."""
+    if backend == "torch":
+        return "cpu" if torch_devices(device) == ("cpu",) else "gpu"
+    return select_device(device)
+
+
 def compute_dtype_for(platform: str) -> str:
     """Return float32 for a CPU, where bfloat16 is slower, and bfloat16 elsewhere."""
     return "float32" if platform == "cpu" else "bfloat16"
@@ -309,12 +318,17 @@ def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
     timeline = timeline or Timeline()
     spec = replace(spec, data=stored_tokens(spec.data))
     with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
-        platform = threads.submit(_timed, timeline, "devices", jax.default_backend)
+        auto = spec.device == "auto"
+        devices = threads.submit(_timed, timeline, "devices", partial(select_device, "auto")) if auto else None
         home = open_folder(spec.output)
         root = home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
         known = read_run(root)
         files, backend = find_model(spec, known, root.url)
-        spec = replace(spec, backend=backend)
+        platform = devices.result if devices and backend == "jax" else partial(use_device, spec.device, backend)
+        if not auto:
+            platform()  # at once: there is no fallback for a device that the user names
+        names = spec.stream_names if known is None else known.folders
+        spec = replace(spec, backend=backend, stream_names=names)  # type: ignore[arg-type]
         positions = files.config.learned_positions if backend == "jax" else learned_positions(files)
         spec = _within_positions(spec, positions)
         weights = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
@@ -334,7 +348,7 @@ def _resolve(
     root: Folder,
     known: RunIdentity | None,
     files: model_files.ModelFiles,
-    platform: Future[str],
+    platform: Callable[[], str],
     weights: Future[str],
 ) -> ResolvedRun:
     taps = spec.selected_taps(files.config.n_layers)
@@ -368,6 +382,7 @@ def _resolve(
         positions=spec.positions,
         steer=spec.steer,
         steering=steering_hash(steering),
+        folders=spec.stream_names,
         generation=None if generation is None else with_stops(generation, files, tokenizer),
     )
     stream = StreamIdentity(
@@ -391,12 +406,11 @@ def _resolve(
     return ResolvedRun(spec, root, files, taps, rows, samples, identity, stream, tokenizer, steering)
 
 
-def _compute_dtype(spec: ExtractSpec, known: RunIdentity | None, platform: Future[str]) -> Any:
+def _compute_dtype(spec: ExtractSpec, known: RunIdentity | None, platform: Callable[[], str]) -> Any:
     """Return the dtype of the computation: as asked for, of the existing run, or by the device."""
     if spec.dtype != "auto":
         return spec.dtype
-    where = platform.result() if spec.backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
-    return known.dtype if known else compute_dtype_for(where)
+    return known.dtype if known else compute_dtype_for(platform())
 
 
 def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
@@ -413,7 +427,8 @@ def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
 
 def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabulary: int) -> SampleStream:
     """Open the data, in the way in which the stream that is continued was begun."""
-    record = None if spec.overwrite else read_stream(root.child(stream_folder(spec.data.worker_id)))
+    folder = root.child(stream_folder(spec.data.worker_id, spec.stream_names))
+    record = None if spec.overwrite else read_stream(folder)
     stored = None if record is None else record.identity
     return open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
 

@@ -35,8 +35,8 @@ from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Producer, refuse_no_answers
-from spile.worker.resolve import check_editable, compute_dtype_for, find_model, prompt_tokenizer
-from spile.worker.torch_backend import learned_positions, load_replicas, torch_devices
+from spile.worker.resolve import check_editable, compute_dtype_for, find_model, prompt_tokenizer, use_device
+from spile.worker.torch_backend import learned_positions, load_replicas
 from spile.worker.torch_producers import TorchProducer
 
 _ROWS_BYTES = 256 << 20
@@ -353,15 +353,15 @@ class _PlacedWeights:
 
 def load_tapped(spec: RunSpec) -> Model:
     """Load all layers of the model that a spec names, on all devices of this process."""
-    configure_jax()
+    configure_jax(spec.device)
     files, backend = find_model(spec, None, "")
     tokenizer = load_tokenizer(files.tokenizer_folder, optional=True)
+    platform = use_device(spec.device, backend)
     dtype = spec.dtype
     if dtype == "auto":
-        where = jax.default_backend() if backend == "jax" else "cpu" if torch_devices() == ("cpu",) else "gpu"
-        dtype = compute_dtype_for(where)  # type: ignore[assignment]
+        dtype = compute_dtype_for(platform)  # type: ignore[assignment]
     spec = replace(spec, backend=backend, dtype=dtype)
-    weights = load_replicas(files, dtype) if backend == "torch" else _placed(files, spec)
+    weights = load_replicas(files, dtype, spec.device) if backend == "torch" else _placed(files, spec)
     return Model(spec, files, tokenizer, weights)
 
 

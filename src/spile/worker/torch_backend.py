@@ -22,6 +22,7 @@ from spile.models.families import read_config, refuse_quantized
 from spile.models.model_files import ModelFiles
 from spile.models.safetensors_files import LocalSource
 from spile.spec.taps import MODULE, Tap, TapRows
+from spile.worker.mesh import no_gpu
 
 Side = Literal["input", "output"]
 Part = Callable[[Any], Any]
@@ -375,11 +376,17 @@ def installed() -> None:
         ) from error
 
 
-def torch_devices() -> tuple[str, ...]:
-    """Return the devices that models run on: all GPUs, or the CPU."""
+def torch_devices(device: str = "auto") -> tuple[str, ...]:
+    """Return the devices that models run on: all GPUs, or the CPU. ``device`` is the value of ``--device``."""
     import torch
 
-    return tuple(f"cuda:{number}" for number in range(torch.cuda.device_count())) or ("cpu",)
+    if device == "tpu":
+        raise SpecError("--device tpu", expected="--backend jax", found="--backend torch, which runs on CPUs and GPUs")
+    found = () if device == "cpu" else tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
+    if device == "cuda" and not found:
+        built = "" if torch.version.cuda else "PyTorch was installed without CUDA"
+        raise no_gpu(built, "install a build of torch with CUDA (pytorch.org)", "PyTorch sees no GPU")
+    return found or ("cpu",)
 
 
 def input_device(model: Any) -> Any:
@@ -525,11 +532,12 @@ _WEIGHTS_PART = 0.9
 """The part of a GPU's memory that the weights of a replica may take."""
 
 
-def load_replicas(files: ModelFiles, dtype: str) -> list[Any]:
+def load_replicas(files: ModelFiles, dtype: str, device: str = "auto") -> list[Any]:
     """Load a model onto all GPUs: a replica on each, or one that is spread over them if it does not fit on one."""
     import torch
 
-    model, devices = load_model(files, dtype), torch_devices()
+    devices = torch_devices(device)
+    model = load_model(files, dtype)
     size = sum(each.numel() * each.element_size() for each in model.parameters())
     try:
         if len(devices) > 1 and size > _WEIGHTS_PART * torch.cuda.get_device_properties(0).total_memory:

@@ -48,7 +48,7 @@ def torch_models(files: ModelFiles, spec: ExtractSpec, progress: Progress) -> li
         f"{files.config.architecture} runs in PyTorch, not in spile's own decoder (spile models): "
         "with padded batches and no overlap, about 1.5 to 4 times as slow"
     )
-    return load_replicas(files, spec.dtype)
+    return load_replicas(files, spec.dtype, spec.device)
 
 
 def torch_producer(

@@ -92,7 +92,7 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
     code, _, err = finish(spile(tmp_path, "logs", "6", "--output", "out", **env))
     assert code == 2
     assert "no heartbeat of worker 6 in" in err
-    assert "expected one in tpu_N/progress.json. Check --output." in err
+    assert "expected one in stream_N/progress.json. Check --output." in err
     code, _, err = finish(spile(tmp_path, "logs", "t1v-n-0-w-0", "--output", "out", **env))
     assert code == 0
 

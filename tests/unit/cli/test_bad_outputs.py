@@ -38,7 +38,7 @@ def test_an_output_of_another_dataset_or_other_taps(refused: Refuse, tmp_path: P
 
 def test_starting_over_is_refused_where_commits_are(refused: Refuse, made: Path, run: Path) -> None:
     line = refused("--dataset", made / "texts.jsonl", "--output", run, *SMALL, "--no-checkpointing")
-    assert line.startswith(f"--no-checkpointing: expected a stream without commits, found commits in {run}/tpu_0")
+    assert line.startswith(f"--no-checkpointing: expected a stream without commits, found commits in {run}/stream_0")
 
 
 def test_starting_over_removes_nothing_before_all_else_is_right(refused: Refuse, made: Path, run: Path) -> None:
@@ -57,7 +57,7 @@ def test_starting_over(made: Path, run: Path) -> None:
 def test_a_stream_without_commits_can_be_started_over(refused: Refuse, tmp_path: Path, made: Path, run: Path) -> None:
     """With the flags that the error message recommends."""
     other = lines(tmp_path / "other.jsonl", {"text": "1 2 3"}, {"text": "x y z"})
-    shutil.rmtree(run / "tpu_0" / "commits")
+    shutil.rmtree(run / "stream_0" / "commits")
     line = refused("--dataset", other, "--output", run, *SMALL)
     assert "--worker-id" in line
     assert "--overwrite" not in line, "no hint offers to remove what another worker made"
@@ -72,7 +72,7 @@ def test_a_damaged_run_record(refused: Refuse, made: Path, run: Path) -> None:
 
 
 def test_a_gap_in_the_ledger(refused: Refuse, made: Path, run: Path) -> None:
-    (run / "tpu_0" / "commits" / "0001.json").rename(run / "tpu_0" / "commits" / "0002.json")
+    (run / "stream_0" / "commits" / "0001.json").rename(run / "stream_0" / "commits" / "0002.json")
     line = refused("--dataset", made / "texts.jsonl", "--output", run, *SMALL, code=1)
     assert "has a gap: expected commits 1 to 2, found none numbered 1" in line
 
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_during_the_run(
         (line,) = capfd.readouterr().err.splitlines()
         assert "found a full disk. Free some room or choose another --output, then run the same command again." in line
         assert not list(disk.rglob(".tmp-*"))
-        commits = sorted(path.name for path in disk.glob("out/tpu_0/commits/*"))
+        commits = sorted(path.name for path in disk.glob("out/stream_0/commits/*"))
         assert commits
         assert spile("verify", disk / "out") == 1
         assert "damaged" not in capfd.readouterr().out, "what is there is whole"

@@ -65,7 +65,7 @@ def scored(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
 
 def test_the_embedded_model_solves_some_tasks(inferred: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = scored(capfd, inferred)
-    assert found["scored"] == found["predictions"] + found["tasks"] - len(predictions(inferred / "tpu_0"))
+    assert found["scored"] == found["predictions"] + found["tasks"] - len(predictions(inferred / "stream_0"))
     assert found["score"] > 0
 
 
@@ -80,7 +80,7 @@ def test_the_embedded_model_solves_tasks_it_never_saw(
 
 def test_answers_and_rows_agree(inferred: Path, capfd: pytest.CaptureFixture[str]) -> None:
     dataset = package.open(str(inferred))
-    text = {one["sample"]: one for one in predictions(inferred / "tpu_0")}
+    text = {one["sample"]: one for one in predictions(inferred / "stream_0")}
     assert sorted(text) == sorted(sample.index for sample in dataset.samples)
     for sample in dataset.samples:
         one = dataset.sample(0, sample.index)

@@ -69,7 +69,7 @@ def test_a_limited_stream_with_a_hole_is_not_complete(tmp_path: Path, texts: Pat
     output = tmp_path / "out"
     assert run(output, texts, *flags, "--shard-size-gb", "0.000005", "--batch-size", "1", "--batch-tokens", "64") == 0
     assert verify(str(output)).ok
-    last = sorted((output / "tpu_0" / "commits").iterdir())[-1]
+    last = sorted((output / "stream_0" / "commits").iterdir())[-1]
     last.unlink()
     assert not verify(str(output)).ok
     assert run(output, texts, *flags) == 0

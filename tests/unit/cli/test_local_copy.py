@@ -30,8 +30,8 @@ def test_a_copy_that_comes_later(bucket: str, tmp_path: Path, texts: Path, capfd
     assert "the local copy" not in capfd.readouterr().out
     assert spile(*words, "--output-dir", copy) == 0
     output = capfd.readouterr().out.splitlines()[-1]
-    assert output.startswith(f"the local copy {copy}/tpu_0 has 1 of 2 shards: 1 (")
-    assert output.endswith(f"gcloud storage rsync --recursive {bucket}/tpu_0 {copy}/tpu_0 brings them")
+    assert output.startswith(f"the local copy {copy}/stream_0 has 1 of 2 shards: 1 (")
+    assert output.endswith(f"gcloud storage rsync --recursive {bucket}/stream_0 {copy}/stream_0 brings them")
     home, local = open_folder(bucket), open_folder(str(copy))
     absent = {info.key for info in home.list()} - {info.key for info in local.list()}
     assert [Path(key).suffix for key in absent] == [".safetensors"]
@@ -125,4 +125,4 @@ def test_a_copy_of_another_run_is_refused(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"spile: {tmp_path}/copy is not a copy of {bucket}: expected an empty folder, or one with")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert not [info.key for info in open_folder(bucket).list() if "tpu_" in info.key]
+    assert not [info.key for info in open_folder(bucket).list() if "_0/" in info.key]

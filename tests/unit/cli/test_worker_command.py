@@ -76,7 +76,7 @@ def test_a_spec_with_answers_runs_infer(tmp_path: Path, streams: Path) -> None:
     spec = replace(small(streams, tmp_path / "out"), generation=answers)
     url = write_spec(open_folder(str(tmp_path)), spec)
     assert spile("worker", "--spec", url, "--stream", 0) == 0
-    assert (tmp_path / "out" / "tpu_0" / "predictions.jsonl").is_file()
+    assert (tmp_path / "out" / "stream_0" / "predictions.jsonl").is_file()
 
 
 def test_mistakes_have_their_exit_code(tmp_path: Path, streams: Path) -> None:

@@ -227,7 +227,7 @@ def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: p
     assert [pod.wait(200) for pod in pods] == [0, 0]
     report = verify(open_folder(f"{tmp_path}/out"), streams=[0])
     assert report.ok, [problem.line() for problem in report.all_problems]
-    assert {path.stem.rpartition("-")[2] for path in (tmp_path / "out" / "tpu_0").glob("*.safetensors")} == {
+    assert {path.stem.rpartition("-")[2] for path in (tmp_path / "out" / "stream_0").glob("*.safetensors")} == {
         "h00",
         "h01",
     }

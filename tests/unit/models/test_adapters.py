@@ -152,7 +152,7 @@ def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
         data = DataSpec(max_seq_length=512, max_samples=2)
         generation = GenerationSpec(max_new_tokens=8)
         infer(ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation))
-        return (output / "tpu_0" / "predictions.jsonl").read_text()
+        return (output / "stream_0" / "predictions.jsonl").read_text()
 
     found = answer_tokens(tmp_path / "a", model=str(embedded), adapter=str(adapter))
     assert [json.loads(line)["tokens"] for line in found.splitlines()] == [

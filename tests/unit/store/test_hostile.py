@@ -132,7 +132,7 @@ def test_a_stream_on_another_disk_behind_a_link_is_read(root: Path, tmp_path: Pa
 
 def test_one_stream_under_two_names_is_refused(root: Path) -> None:
     (root / "tpu_1").symlink_to("tpu_0")
-    with pytest.raises(Damaged, match=r"tpu_1 does not belong to the dataset: .*expected tpu_1, found tpu_0"):
+    with pytest.raises(Damaged, match=r"tpu_1 does not belong to the dataset: .*expected stream 1, found stream 0"):
         open_dataset(open_folder(str(root)))
     assert not use(root)
 

@@ -52,7 +52,7 @@ def test_names_and_their_inverses() -> None:
     assert all(commit_number(commit_key(number)) == number for number in (1, 9, 9999, 10_000, 123_456))
     for stranger in ("commits/1.json", "commits/00001.json", "commits/0000.json", "commits/0001.json~", "0001.json"):
         assert commit_number(stranger) is None
-    assert stream_number(stream_folder(12)) == 12
+    assert all(stream_number(stream_folder(12, names)) == 12 for names in ("stream", "tpu"))
     assert [stream_number(name) for name in ("tpu_x", "tpu_05", "gpu_1")] == [None, None, None]
 
 

@@ -56,7 +56,7 @@ def test_a_stream_without_a_split_next_to_a_split_is_named(folder: Folder) -> No
     (line,) = lines(folder)
     assert line == (
         "wrong: ROOT: its streams are of different splits of the data: "
-        f"tpu_0 and 1 more of 2 streams (split {'5' * 32}); tpu_2 and 1 more of no split"
+        f"stream 0 and 1 more of 2 streams (split {'5' * 32}); stream 2 and 1 more of no split"
     )
     assert not verify(folder).ok
 
@@ -76,10 +76,12 @@ def test_streams_of_different_splits_are_distinguished(folder: Folder) -> None:
     begin(folder, 0, 2, "a" * 32)
     begin(folder, 1, 2, "b" * 32)
     mixed = "wrong: ROOT: its streams are of different splits of the data: "
-    assert lines(folder) == [f"{mixed}tpu_0 of 2 streams (split {'a' * 32}); tpu_1 of 2 streams (split {'b' * 32})"]
+    assert lines(folder) == [
+        f"{mixed}stream 0 of 2 streams (split {'a' * 32}); stream 1 of 2 streams (split {'b' * 32})"
+    ]
     begin(folder, 2, 3, "c" * 32)
     begin(folder, 3, None)
-    assert lines(folder)[0].endswith(f"; tpu_2 of 3 streams (split {'c' * 32}); tpu_3 of no split")
+    assert lines(folder)[0].endswith(f"; stream 2 of 3 streams (split {'c' * 32}); stream 3 of no split")
 
 
 def test_a_stream_without_a_split_continues(folder: Folder) -> None:

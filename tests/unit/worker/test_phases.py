@@ -67,7 +67,7 @@ def test_a_stream_begun_before_says_that_it_is_loading_and_why_it_could_not(
 ) -> None:
     """Loading takes minutes: without this a resumed stream's heartbeat would be the dead worker's for as long."""
     extract(replace(spec, data=replace(spec.data, max_samples=2)))
-    stream = open_folder(spec.output).child("tpu_0")
+    stream = open_folder(spec.output).child("stream_0")
 
     def loads(*_: object) -> None:
         deadline = time.monotonic() + 120

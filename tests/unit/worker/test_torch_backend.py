@@ -156,7 +156,7 @@ def test_killed_and_run_again(opt: str, tmp_path: Path, commits: int) -> None:
     held = HeldCommits(tmp_path / "held", after=commits)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **held.environment}
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    folder = tmp_path / "a" / "tpu_0" / "commits"
+    folder = tmp_path / "a" / "stream_0" / "commits"
     while killed.poll() is None and len(list(folder.glob("*.json")) if folder.is_dir() else []) < commits:
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)

@@ -86,7 +86,7 @@ def test_infer_gives_the_answers_of_generate(name: str, texts: str, tmp_path: Pa
     words = ("--model", folder, "--dataset", texts, "--output", root, "--max-new-tokens", "7", "--batch-size", "3")
     assert command("infer", *words, *OPTIONS) == 0
     model, dataset = reference(name, folder), spile.open(root)
-    predictions = [json.loads(line) for line in (tmp_path / "out" / "tpu_0" / "predictions.jsonl").open()]
+    predictions = [json.loads(line) for line in (tmp_path / "out" / "stream_0" / "predictions.jsonl").open()]
     assert len(predictions) == 5
     for prediction in predictions:
         sample, answer = dataset.sample(0, prediction["sample"]), prediction["tokens"]
@@ -105,7 +105,7 @@ def test_sampling_draws_the_tokens_of_the_jax_generator(texts: str, tmp_path: Pa
         words = ("--model", "embedded", "--dataset", texts, "--output", tmp_path / backend, "--backend", backend)
         more = ("--max-new-tokens", "8", "--temperature", "0.9", "--top-p", "0.8", "--seed", "3", "--layers", "0")
         assert command("infer", *words, *more, *OPTIONS) == 0
-        lines = (tmp_path / backend / "tpu_0" / "predictions.jsonl").read_text().splitlines()
+        lines = (tmp_path / backend / "stream_0" / "predictions.jsonl").read_text().splitlines()
         found.append([(each["sample"], each["tokens"]) for each in map(json.loads, lines)])
     assert found[0] == found[1]
 
