@@ -95,7 +95,8 @@ class StreamsPlan:
         if self.local is None:
             return
         sent = upload(self.local, open_folder(self.url))
-        log(f"{len(sent.uploaded)} files uploaded to {sent.url}, {len(sent.skipped)} there already")
+        verb = "uploaded" if is_remote(self.url) else "written"
+        log(f"{counted(len(sent.uploaded), 'file')} {verb} to {sent.url}, {len(sent.skipped)} there already")
 
 
 def existing_streams(url: str) -> StreamsPlan:
