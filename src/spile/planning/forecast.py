@@ -21,7 +21,7 @@ from spile.data.tokens import Tokenizer
 from spile.models import model_files
 from spile.models.architecture import ModelConfig, flops_per_token, parameter_count
 from spile.models.decoder import head_needed, layers_needed
-from spile.objects.opening import is_remote
+from spile.objects import is_remote
 from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.planning.machines import Machine, Price, Prices, gpus_here, processors_here
 from spile.planning.tpu_compiler import Program

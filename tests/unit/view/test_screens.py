@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -23,10 +24,9 @@ from rich.console import Console, RenderableType
 
 from spile.cli.main import main
 from spile.cli.verify import show
-from spile.fleet.history import History, WorkerHistory
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import NodeRequest, NodeState
-from spile.fleet.spec import FleetSpec, Policy, plan_workers
+from spile.fleet.spec import FleetSpec, History, Policy, WorkerHistory, plan_workers
 from spile.objects import open_folder
 from spile.planning import forecast, tpu_compiler
 from spile.spec.phase import Phase
@@ -111,9 +111,9 @@ def masked(text: str) -> str:
     return re.sub(passing, "", text, flags=re.MULTILINE)
 
 
-def at_each_width(draw: RenderableType | object) -> str:
+def at_each_width(draw: Callable[[int], str]) -> str:
     """Return one screen per width, below each other."""
-    return "\n".join(f"── {width} columns ──\n{draw(width)}" for width in WIDTHS)  # type: ignore[operator]
+    return "\n".join(f"── {width} columns ──\n{draw(width)}" for width in WIDTHS)
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
@@ -226,15 +226,29 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("words", [(), ("extract",), ("infer",), ("verify",)])
 def test_help(words: tuple[str, ...]) -> None:
-    screen = partial(typed, *words, "--help")
-    check("-".join(("help", *words)), at_each_width(lambda width: screen(width=width)))
+    check_help("-".join(("help", *words)), partial(typed, *words, "--help"))
 
 
 def test_help_all() -> None:
     def first_screen(width: int) -> str:
         return "\n".join(typed("extract", "--help-all", width=width).splitlines()[:50]) + "\n"
 
-    check("help-all", at_each_width(first_screen))
+    check_help("help-all", first_screen)
+
+
+def check_help(name: str, screen: Callable[..., str]) -> None:
+    """Compare usage, description and examples, and check that no line is too long.
+
+    The panels change with each flag. Their files are for looking at them, and are not compared.
+    """
+    shown = {width: screen(width=width) for width in WIDTHS}
+    assert all(len(each) <= width for width, text in shown.items() for each in text.splitlines())
+    heads = {width: text.partition("╭")[0] for width, text in shown.items()}
+    if os.environ.get("SPILE_WRITE_SCREENS"):
+        check(name, at_each_width(shown.__getitem__))
+    known = (SCREENS / f"{name}.txt").read_text()
+    for head in heads.values():
+        assert "".join(f"{each.rstrip()}\n" for each in head.splitlines()) in known
 
 
 def test_errors() -> None:
