@@ -359,7 +359,6 @@ def _resolve(
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
     spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, known)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
-    refuse_no_answers(spec, samples.prompt.kind)
     spec = replace(spec, dtype=_compute_dtype(spec, known, platform))
     identity = RunIdentity(
         model=files.name,
@@ -430,7 +429,9 @@ def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabul
     folder = root.child(stream_folder(spec.data.worker_id, spec.stream_names))
     record = None if spec.overwrite else read_stream(folder)
     stored = None if record is None else record.identity
-    return open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
+    samples = open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
+    refuse_no_answers(spec, samples.prompt.kind)
+    return samples
 
 
 def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:
