@@ -46,6 +46,11 @@ FINDINGS: dict[str, tuple[str, bytes]] = {
     "settings of gcloud without a section": ("google_policy", b"project = p"),
     "a zone that is no text": ("metadata_server", b"\xff"),
     "suspects without end": ("suspects", b'{"stream": "s", "groups": [], "careful": Infinity}'),
+    "suspects beyond all samples": (
+        "suspects",
+        b'{"stream": "s", "launch": "", "careful": 1, "trial": [[3, 92233720368547758080]], "controlled": false, '
+        b'"ended": "", "groups": []}',
+    ),
     "suspects that are nested too deeply": ("suspects", _DEEP),
     "a claim that is nested too deeply": ("claim", _DEEP),
     "a record of a deployment that is nested too deeply": ("deployed", _DEEP),

@@ -253,7 +253,10 @@ def write_trials(folder: Folder, trials: Trials) -> None:
 
 
 def _ranges(found: Any) -> Ranges:
-    return Ranges((int(start), int(stop)) for start, stop in found)
+    made = Ranges((int(start), int(stop)) for start, stop in found)
+    if made - _EVERYTHING:
+        raise ValueError(f"samples {made.text()}")
+    return made
 
 
 def _parts(samples: Ranges, size: int) -> Iterator[Ranges]:
