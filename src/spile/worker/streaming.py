@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -286,14 +288,14 @@ class ProcessWorker:
     """A process on this machine, over a local socket that only it can use."""
 
     def __init__(self, job: WorkerJob, environment: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="spile-worker-")
-        key = secrets.token_bytes(32)
-        with Listener(str(Path(self._folder.name) / "socket"), "AF_UNIX", authkey=key) as listener:
+        folder, key = tempfile.mkdtemp(prefix="spile-worker-"), secrets.token_bytes(32)
+        with Listener(str(Path(folder) / "socket"), "AF_UNIX", authkey=key) as listener:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "spile.worker.streaming", str(listener.address)],
                 stdin=subprocess.PIPE,
                 env={**os.environ, **environment},
             )
+            self._end = weakref.finalize(self, _end_process, self._process, folder)
             assert self._process.stdin is not None  # noqa: S101 - it is a pipe
             self._process.stdin.write(key.hex().encode() + b"\n")
             self._process.stdin.flush()  # the pipe stays open: its end tells the worker that this process ended
@@ -344,9 +346,13 @@ class ProcessWorker:
 
     def close(self) -> None:
         """End the process."""
-        self._process.terminate()
-        self._process.wait()
-        self._folder.cleanup()
+        self._end()
+
+
+def _end_process(process: subprocess.Popen[bytes], folder: str) -> None:
+    process.terminate()
+    process.communicate()  # closes the pipe, too
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _worker_ended(how: str) -> Failure:
@@ -518,10 +524,10 @@ class ActivationStream(ShuffledReaders):
         if spec.data.max_tokens is not None or spec.data.max_bytes is not None:
             raise SpecError("max_tokens and max_bytes", expected="max_samples, or the number of batches you take")
         self._progress, self._store, self._workers = progress or Progress(), store, workers
-        self._spec, self._folder = spec, None
+        self._spec = spec
         if not store:  # a folder that does not exist: nothing is read from it or written to it
-            self._folder = tempfile.TemporaryDirectory(prefix="spile-stream-")
-            self._spec = replace(spec, output=str(Path(self._folder.name) / "none"))
+            nowhere = Path(tempfile.gettempdir()) / f"spile-stream-{secrets.token_hex(8)}"
+            self._spec = replace(spec, output=str(nowhere))
         configure_jax()
         self.run: ResolvedRun = resolve(self._spec, self._progress.timeline)
         self._producer: Producer | None = None
