@@ -25,7 +25,7 @@ from bench.shapes import _COMMON, SHAPES
 from spile.models.attention import choose
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
-from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, random, stacked
+from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, stacked
 from spile.planning.machines import parse_machine
 from spile.planning.tpu_compiler import _topology_devices
 from spile.spec.sample import Sample
@@ -34,6 +34,7 @@ from spile.worker.batches import Batch
 from spile.worker.device import DeviceProducer
 from spile.worker.mesh import default_shape, make_mesh, plan_mesh
 from spile.worker.resolve import compute_dtype_for
+from spile_fakes.random_weights import random
 
 _DEPTH = 3
 """The number of batches in flight."""

@@ -149,17 +149,17 @@ class Trainer:
         import jax
         import jax.numpy as jnp
 
-        from spile.models import params
         from spile.models.attention import choose
         from spile.models.families import read_config
         from spile.spec.taps import Tap
+        from spile_fakes import random_weights
 
         self.config = read_config(CONFIG)
         platform = jax.default_backend()
         self.dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
         self.attention = attention or choose(self.config, platform, self.dtype)
         self.last = (Tap("residual", self.config.n_layers - 1),)
-        tree = params.random(self.config, jax.random.key(seed))
+        tree = random_weights.random(self.config, jax.random.key(seed))
         # Small at first: what a layer adds is a fraction of what passes it by; the head is the embedding.
         tree = jax.tree.map(lambda x: x * 0.5 if x.ndim > 1 else x, tree)
         tree = dataclasses.replace(tree, embed=tree.embed * 2 * self.config.d_model**-0.5)

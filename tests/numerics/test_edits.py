@@ -16,8 +16,9 @@ from numerics import cases
 from spile.models import model_files, weights
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import Steering, forward
-from spile.models.params import Params, layer_runs, random, stacked
+from spile.models.params import Params, layer_runs, stacked
 from spile.spec.taps import Tap, tap_rows, with_gradients
+from spile_fakes.random_weights import random
 
 LENGTHS = (17, 9, 21)
 """Samples of the packed batch row."""

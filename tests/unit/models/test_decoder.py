@@ -15,11 +15,12 @@ from spile.models import params
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import forward, layers_needed
 from spile.spec.taps import SITES, Tap, select_taps
+from spile_fakes import random_weights
 
 CONFIG = ModelConfig("qwen2", 32, 4, 4, 2, 8, 32, 32, qkv_bias=True)
 DENSE = tuple(site for site, spec in SITES.items() if spec.layered and site not in ("router", "pattern", "pattern_ids"))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)), jnp.int32)
-PARAMS = params.random(CONFIG, jax.random.key(0))
+PARAMS = random_weights.random(CONFIG, jax.random.key(0))
 
 
 def run(taps: tuple[Tap, ...], tree: params.Params = PARAMS, **more: Any) -> list[np.ndarray]:
@@ -88,7 +89,7 @@ def test_shapes_are_checked_in_tests() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_compute_dtype_is_kept_throughout(dtype: Any) -> None:
-    tree = params.random(CONFIG, jax.random.key(0), dtype, n_layers=1)
+    tree = random_weights.random(CONFIG, jax.random.key(0), dtype, n_layers=1)
     taps = select_taps(DENSE, (0,), 4)
     assert {value.dtype for value in forward(tree, TOKENS, config=CONFIG, taps=taps)} == {jnp.dtype(dtype)}
 

@@ -16,6 +16,7 @@ from spile.models.architecture import Experts, ModelConfig, Rope
 from spile.models.decoder import forward, layers_needed
 from spile.models.params import LayerRun, choose_runs, layer_runs, one_run_per_layer, tap_groups
 from spile.spec.taps import Tap, select_taps
+from spile_fakes import random_weights
 
 PLAIN = ModelConfig("qwen2", 32, 8, 4, 2, 8, 32, 32, qkv_bias=True)
 LOCAL = Rope(theta=500.0)
@@ -112,7 +113,7 @@ def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[i
     count, head = layers_needed(taps, config.n_layers), layers is None
     runs = layer_runs(config, taps, count, 99)
     assert any(run.steps > 1 for run in runs) or layers == (1, 3, 5, 7)
-    tree = params.random(config, jax.random.key(0), n_layers=count, head=head)
+    tree = random_weights.random(config, jax.random.key(0), n_layers=count, head=head)
     joined = params.stacked(tree, runs, jnp.stack)
     draw = np.random.default_rng(0)
     tokens = jnp.asarray(draw.integers(0, 32, (2, 12)), jnp.int32)
