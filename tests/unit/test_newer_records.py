@@ -107,12 +107,12 @@ def test_run_stream_and_commits(made: Path) -> None:
 def test_a_run_that_compares_more_is_read_and_not_added_to(tmp_path: Path) -> None:
     """What a newer version compares changes what is stored; this one cannot know how."""
     root = open_folder(str(tmp_path / "out"))
-    join_run(root, run_identity(unknown={"steering": "up"}))
+    join_run(root, run_identity(unknown={"warp": "up"}))
     known = read_run(root)
     assert known is not None
     assert (known.unknown, known.fingerprint()) == (
-        {"steering": "up"},
-        run_identity(unknown={"steering": "up"}).fingerprint(),
+        {"warp": "up"},
+        run_identity(unknown={"warp": "up"}).fingerprint(),
     )
-    with pytest.raises(RunMismatch, match="expected steering = up, found steering = nothing"):
+    with pytest.raises(RunMismatch, match="expected warp = up, found warp = nothing"):
         join_run(root, run_identity())

@@ -50,8 +50,8 @@ IDENTITY = RunIdentity(
 )
 
 
-NAMES = ("model", "revision", "adapter", "vocab_size")
-"""The hash of the weights, including an adapter's, is compared instead."""
+NAMES = ("model", "revision", "adapter", "vocab_size", "steer")
+"""The hashes of the weights, including an adapter's, and of the vectors are compared instead."""
 
 
 def test_the_name_of_a_model_is_no_part_of_the_numbers():
@@ -61,7 +61,7 @@ def test_the_name_of_a_model_is_no_part_of_the_numbers():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RunIdentity) if f.name not in NAMES])
 def test_every_other_field_is(field):
-    others = {"prompt": PromptSpec(kind="text"), "generation": GenerationSpec(), "unknown": {"steering": 1}}
+    others = {"prompt": PromptSpec(kind="text"), "generation": GenerationSpec(), "unknown": {"warp": 1}}
     changed = others.get(field, "other")
     assert dataclasses.replace(IDENTITY, **{field: changed}).fingerprint() != IDENTITY.fingerprint()
 

@@ -21,6 +21,7 @@ OWN: dict[str, st.SearchStrategy[Any]] = {
     "taps": st.lists(st.sampled_from(["residual", "mlp.3-5,9", "z.12.0-3", "embed", "logits.top5", "module:a.b"])).map(
         lambda found: found or ["attn"]
     ),
+    "steer": st.lists(st.sampled_from(["residual.1=zero", "z.2.0-3=a b.safetensors#v:2.0"])).map(tuple),
     "layers": st.none() | NUMBERS,
     "heads": st.none() | NUMBERS,
     "mesh_shape": st.none() | st.tuples(st.integers(1, 64), st.integers(1, 64)),
