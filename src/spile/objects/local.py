@@ -193,7 +193,7 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _reserve(handle: int, size: int) -> None:
+def reserve(handle: int, size: int) -> None:
     """Allocate the file's space now, so that a full disk is noticed before the work and not after it."""
     if size and sys.platform == "linux" and not _on_ram_disk(handle):
         # Not os.posix_fallocate: on file systems without support, the C library writes every block.
@@ -232,7 +232,7 @@ class LocalWriter:
             with suppress(OSError):  # a file system without locks leaves its temporary files to verify --gc
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
-                _reserve(self._handle, size)
+                reserve(self._handle, size)
             except OSError:
                 self.abort()
                 raise
@@ -267,7 +267,8 @@ class LocalWriter:
         """Remove the temporary file, unless it was finished."""
         if self._handle is not None:
             self._close()
-            self._temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the error that led here says more; verify --gc finds the file
+                self._temporary.unlink(missing_ok=True)
 
     def _open(self) -> int:
         if self._handle is None:

@@ -15,13 +15,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.format import dtype_to_descr, write_array_header_1_0
 
 from spile.data.manifest import put_file
 from spile.errors import DataError, SpecError, UserError
@@ -160,9 +161,9 @@ def new_folder(path: str) -> Iterator[Path]:
         folder = final / _UNFINISHED if inside else final.with_name(f".{final.name}{_UNFINISHED}")
         lock = _locked(folder, path)
     try:
-        _clear(folder)
-        yield folder
         with write_errors(final):
+            _clear(folder)
+            yield folder
             _publish(folder, final, inside=inside)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -312,23 +313,23 @@ def _pickled_samples(block: Block, tap: str) -> list[dict[str, Any]]:
 
 def write_npy(export: Export, output: str) -> Exported:
     """Write ``<tap>.npy`` [rows, d]; stream, sample, position, token and role of each row; and ``samples.jsonl``."""
-    at, total = 0, export.rows
-    files: dict[str, Any] = {}
-    with new_folder(output) as folder:
-        with (folder / "samples.jsonl").open("w", encoding="utf-8") as notes:
-            for block in export.blocks():
-                columns: dict[str, Any] = block.columns()
-                columns.update({tap: block.rows(tap) for tap in export.taps})
-                for name, column in columns.items():
-                    if name not in files:
-                        shape = (total, *column.shape[1:])
-                        files[name] = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", column.dtype, shape)
-                    files[name][at : at + block.length] = column
-                for note in block.shard.notes:
-                    notes.write(json.dumps({"stream": block.stream, **note}, ensure_ascii=False) + "\n")
-                at += block.length
-        for file in files.values():
-            file.flush()
+    total = export.rows
+    files: dict[str, IO[bytes]] = {}
+    with new_folder(output) as folder, ExitStack() as stack:
+        notes = stack.enter_context((folder / "samples.jsonl").open("w", encoding="utf-8"))
+        for block in export.blocks():
+            columns = {**block.columns(), **{tap: block.rows(tap) for tap in export.taps}}
+            for name, column in columns.items():
+                if name not in files:
+                    # Not a memory map: a disk that fills up would end the process with SIGBUS.
+                    files[name] = stack.enter_context((folder / f"{name}.npy").open("wb"))
+                    shape = (total, *column.shape[1:])
+                    layout = {"descr": dtype_to_descr(column.dtype), "fortran_order": False, "shape": shape}
+                    write_array_header_1_0(files[name], layout)
+                files[name].write(np.ascontiguousarray(column).data)
+            for note in block.shard.notes:
+                notes.write(json.dumps({"stream": block.stream, **note}, ensure_ascii=False) + "\n")
+        stack.close()  # here, so that an error of the last write is reported before the folder is published
     return Exported(len(files) + 1, total)
 
 

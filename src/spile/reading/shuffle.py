@@ -5,6 +5,7 @@ The order is the business of :mod:`spile.reading.shuffle_order`.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 import weakref
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import UserError
+from spile.errors import StoreError, UserError
 from spile.objects.folder import iterate_ahead, read_ahead
+from spile.objects.local import reserve
 from spile.reading.blocks import row_keys
 from spile.reading.rows import RowBatch
 from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder
@@ -48,12 +50,22 @@ class ShuffleBuffer:
         shapes = {tap: (capacity, columns) for tap, (_, columns) in self._types.items()}
         if self._scratch is None:
             return {tap: np.empty(shape, _plain_type(self._types[tap][0])) for tap, shape in shapes.items()}
-        Path(self._scratch).mkdir(parents=True, exist_ok=True)
         found: dict[str, _Array] = {}
-        for tap, shape in shapes.items():
-            # A file without a name: the system frees its space when the reader ends, however it ends.
-            with tempfile.TemporaryFile(dir=self._scratch, prefix=".spile-") as file:
-                found[tap] = np.memmap(file, _plain_type(self._types[tap][0]), "w+", shape=shape)
+        try:
+            Path(self._scratch).mkdir(parents=True, exist_ok=True)
+            for tap, shape in shapes.items():
+                # A file without a name: the system frees its space when the reader ends, however it ends. Its space is
+                # reserved, because a disk that fills up would end the process with SIGBUS.
+                with tempfile.TemporaryFile(dir=self._scratch, prefix=".spile-") as file:
+                    kind = _plain_type(self._types[tap][0])
+                    reserve(file.fileno(), math.prod(shape) * kind.itemsize)
+                    found[tap] = np.memmap(file, kind, "w+", shape=shape)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to scratch={self._scratch!r}",
+                found=error.strerror or str(error),
+                fix="use a folder with more room, or less memory",
+            ) from error
         return found
 
     def put(self, rows: Mapping[str, Sequence[_Array]], count: int) -> _Numbers:

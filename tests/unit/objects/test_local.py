@@ -223,3 +223,19 @@ def test_split(url: str, parts: tuple[str, str]) -> None:
 def test_split_needs_a_name(url: str) -> None:
     with pytest.raises(UserError, match="names no file"):
         split(url)
+
+
+def test_a_disk_that_becomes_read_only_is_still_one_line_when_the_file_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the write counts, not that of the clean-up after it."""
+    writer = open_folder(str(tmp_path)).writer("x", 10)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("pwrite", "unlink"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(Unwritable, match="a read-only file system"):
+        writer.write_at(0, b"0123456789")
+    writer.abort()

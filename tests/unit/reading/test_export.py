@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -481,3 +483,18 @@ def test_draft_data_needs_answers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="selects no token"):
         spile.export(tmp_path / "root", tmp_path / "draft", to="speculators")
     assert not (tmp_path / "draft").exists()
+
+
+def test_a_disk_that_fills_up_during_an_export_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        for write in (write_npy, write_parquet, write_pickles):
+            with pytest.raises(UserError, match=f"cannot write {tmp_path}/out: .* found a file larger than"):
+                write(Export(dataset, TAPS), str(tmp_path / "out"))
+            assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)

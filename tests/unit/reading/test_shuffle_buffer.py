@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import threading
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
@@ -156,3 +159,16 @@ def test_pages_are_dropped_if_the_cache_is_not_wanted(tmp_path: Path, monkeypatc
     dataset = open_dataset(str(tmp_path))
     assert [rows.tobytes() for rows in dataset.shuffled("attn.1", 64, page_cache=False)] == wanted
     assert sum(dropped) == sum(stream.tokens for stream in dataset.streams) * 8 * 2
+
+
+def test_a_scratch_folder_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Otherwise the process ends with SIGBUS when the disk is full. A limit on the size of files stands for it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(StoreError, match=r"^cannot write to scratch='.*': found File too large. Use a folder"):
+            ShuffleBuffer(TYPES, 100_000, str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
