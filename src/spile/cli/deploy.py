@@ -513,13 +513,11 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
 
 def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
     """Create the machines, unless a monitor is running: then the monitor creates them."""
-    import time
-
     from spile.fleet import manage
     from spile.fleet.home import Lease, sha256
     from spile.fleet.monitor import machine_metadata, startup_script
 
-    other = Lease(home.folder, clock=time.time, ttl=0.0).holder()
+    other = Lease(home.folder).holder()
     if other is not None:
         console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
         return []

@@ -236,11 +236,27 @@ class FleetHome:
         return found
 
 
+_CLOCK = "lease/clock"
 _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
     return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
+
+
+def bucket_clock(folder: Folder) -> Callable[[], float]:
+    """Return a clock that agrees with that of the bucket and is independent of this machine's own time.
+
+    An object is written once, and its modification time is read. The clock also runs while this machine is suspended.
+    """
+    before = _since_boot()
+    folder.put(_CLOCK, b"\n")
+    offset = folder.info(_CLOCK).updated - (before + _since_boot()) / 2
+    return lambda: _since_boot() + offset
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 @dataclass(frozen=True)
@@ -272,13 +288,13 @@ class Lease:
         self,
         folder: Folder,
         *,
-        clock: Callable[[], float],
-        ttl: float,
+        clock: Callable[[], float] | None = None,
+        ttl: float = 0.0,
         owner: str | None = None,
         token: str | None = None,
     ) -> None:
         self._folder = folder
-        self._clock = clock
+        self._clock = clock or bucket_clock(folder)
         self._ttl = ttl
         self._owner = owner or f"{this_person()}, process {os.getpid()}"
         self._token = token or secrets.token_hex(8)
@@ -363,7 +379,7 @@ def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
     """Refuse to delete machines of a fleet that is monitored: the monitor would create them again."""
     homes = sorted({home for node in nodes if (home := node.metadata.get("spile-home"))})
     for home in homes:
-        holder = Lease(open_folder(home), clock=time.time, ttl=0.0).holder()
+        holder = Lease(open_folder(home)).holder()
         if holder is not None:
             raise UserError(
                 f"{holder.owner} monitors fleet {fleet} and would create them again",

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
-from spile.fleet.home import PIN, FleetHome, Holder, Lease, WorkerReport, check_pinned
+from spile.fleet.home import PIN, FleetHome, Holder, Lease, WorkerReport, bucket_clock, check_pinned
 from spile.fleet.manage import Metadata, delete_queued_of, request_for, slice_secret
 from spile.fleet.provider import (
     Life,
@@ -400,7 +400,7 @@ class FleetMonitor:
         home: FleetHome,
         provider: Provider,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         pool: Executor | None = None,
         adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
         watch_only: bool = False,
@@ -408,7 +408,8 @@ class FleetMonitor:
         owner: str | None = None,
     ) -> None:
         """Open the fleet. If ``makes`` is False no machine is created, so the deployment need not be known."""
-        self._home, self._provider, self._clock, self._pool = home, provider, clock, pool
+        self._home, self._provider, self._pool = home, provider, pool
+        self._clock = clock or (time.time if watch_only else bucket_clock(home.folder))
         self._adjust, self._watch_only, self._makes = adjust, watch_only, makes and not watch_only
         self._deployed, self._pin = home.read_pinned()
         self._foreign = check_pinned(provider, home.folder.url, self._deployed, self._pin) if self._makes else None
@@ -416,7 +417,7 @@ class FleetMonitor:
             raise self._foreign
         self.fleet = self._adjust(home.ordered(self._deployed))
         ttl = 4 * self.fleet.policy.interval + 30.0
-        self.lease = Lease(home.folder, clock=clock, ttl=ttl, owner=owner)
+        self.lease = Lease(home.folder, clock=self._clock, ttl=ttl, owner=owner)
         self._history = home.read_history()
         self._number = 0
         self._reader: SnapshotReader | None = None

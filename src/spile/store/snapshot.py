@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import Damaged
+from spile.errors import Damaged, SpileError
 from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENCE, Beat, read_beat
+from spile.store.layout import PROGRESS
 from spile.store.ledger import Ledger, read_commits
 from spile.store.stream import StreamRecord, parse_iso, read_stream
 from spile.store.streams import find_streams
@@ -189,7 +190,8 @@ class SnapshotReader:
             ledger = self._ledger(number, folder, record)
         except Damaged as error:  # Other errors of the store do not mean that the stream is damaged.
             return StreamView(number, name, State.DAMAGED, last_error=str(error))
-        return view_of(number, name, record, ledger, read_beat(folder), self._clock())
+        beat, now = read_beat(folder), self._clock()
+        return view_of(number, name, record, ledger, beat, now - _clock_error(folder, beat, now))
 
     def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
         if record is None:
@@ -200,6 +202,20 @@ class SnapshotReader:
         ledger = known.plus(read_commits(folder, record.id, after=known.commits))
         self._ledgers[number] = record.id, ledger
         return ledger
+
+
+def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
+    """Return how far the clock of the worker is behind.
+
+    It is looked up only if the heartbeat seems to be old or from the future: then the time at which the bucket received
+    the heartbeat counts, and not the time that the worker wrote into it.
+    """
+    if beat is None or abs(beat.age(now)) <= SILENCE:
+        return 0.0
+    try:
+        return folder.info(PROGRESS).updated - (now - beat.age(now))
+    except SpileError:
+        return 0.0
 
 
 def view_of(

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
 import ast
+import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 import spile.fleet
 from fleet_simulation import MemoryFolder
-from spile.fleet.home import Lease
+from spile.fleet.home import Lease, bucket_clock
+from spile.objects import open_folder
+from spile.objects.folder import ObjectInfo
+from spile.objects.local import LocalFolder
 
 
 class Clock:
@@ -114,3 +121,32 @@ def test_all_that_a_fleet_removes_from_a_bucket_goes_through_the_one_piece() -> 
     for name in ("home.py", "agent.py"):
         text = (Path(spile.fleet.__file__).parent / name).read_text()
         assert text.count("_folder.delete") == text.count("remove=self._folder.delete") == 1
+
+
+def test_monitors_whose_clocks_differ_by_hours_use_that_of_the_bucket(tmp_path: Path) -> None:
+    """With the machine's own time, the second one would take the lease of the first one, and both would act."""
+    folder = open_folder(str(tmp_path))
+    for hours in (-3, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            first = Lease(folder, ttl=60, owner="ann")
+            assert first.take() is None
+            real = time.time
+            patch.setattr(time, "time", lambda hours=hours, real=real: real() + 3600 * hours)
+            second = Lease(folder, ttl=60, owner="bob")
+            holder = second.take()
+            assert holder is not None
+            assert holder.owner == "ann"
+            assert abs(holder.renewed - real()) < 30
+            assert first.held()
+            first.release()
+
+
+def test_a_clock_of_the_bucket_follows_the_bucket(tmp_path: Path) -> None:
+    """The bucket is an hour behind this machine."""
+
+    class Behind(LocalFolder):
+        def info(self, key: str) -> ObjectInfo:
+            return replace(super().info(key), updated=super().info(key).updated - 3600)
+
+    clock = bucket_clock(Behind(tmp_path))
+    assert abs(clock() - (time.time() - 3600)) < 30

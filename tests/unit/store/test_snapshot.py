@@ -164,3 +164,17 @@ def test_a_store_that_does_not_answer_is_no_damage(folder: Folder, monkeypatch: 
     monkeypatch.setattr("spile.store.snapshot.read_commits", out_of_reach)
     with pytest.raises(StoreError, match="out of reach"):
         take(folder)
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_the_clock_of_a_worker_may_be_wrong_by_hours(folder: Folder, hours: int) -> None:
+    """The time at which the bucket received the heartbeat counts, not the time in it."""
+    begun(folder, 0)
+    now = time.time()
+    put_beat(folder, 0, age=NOW - now - 3600 * hours)
+    (alive,) = SnapshotReader(folder, lambda: now + 60).take().streams
+    assert alive.state is State.WORKING
+    assert alive.age is not None
+    assert 30 < alive.age < 90
+    (dead,) = SnapshotReader(folder, lambda: now + 3600).take().streams
+    assert dead.state is State.SILENT
