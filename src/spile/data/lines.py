@@ -25,7 +25,8 @@ from spile.spec.run import EMBEDDED
 from spile.spec.sample import Part
 
 _CHUNK = 1 << 20
-_LONGEST = 256 << 20
+LONGEST_LINE = 256 << 20
+"""Maximum size of a line or a row in bytes."""
 _MOST_COPIED = 8 << 30
 """Objects above this size are not copied to the local disk but read from the bucket again."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -229,10 +230,10 @@ class StreamFile:
             first, *more = chunk.split(b"\n")
             rest.append(first)
             held += len(first)
-            if held > _LONGEST:
+            if held > LONGEST_LINE:
                 raise DataError(
                     f"{self.location} line {number + 1}",
-                    expected=f"at most {_LONGEST >> 20} MiB in a line",
+                    expected=f"at most {LONGEST_LINE >> 20} MiB in a line",
                     found="more",
                 )
             for following in more:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import arc_messages, augment
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
-from spile.data.rows import chat_of, kept_of, roles_of, row_id, task_of, text_of, tokens_of
+from spile.data.rows import chat_of, kept_of, refuse_huge, roles_of, row_id, task_of, text_of, tokens_of
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.run import EVERY_FIELD, DataSpec, PromptSpec
@@ -144,6 +144,7 @@ class Drafter:
             rendered = self.template.render(messages)
         except DataError as error:
             raise DataError(f"{place}: {error.problem}", found=error.found) from error
+        refuse_huge(len(rendered.text), "characters", place)
         if rendered.spans is None:
             if not self._warned:
                 _log.warning("the chat template changes its messages: the tokens of %s and others have no part", place)

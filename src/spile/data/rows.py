@@ -22,6 +22,8 @@ TOKENS, MASK, ROLES_FIELD = "input_ids", "attention_mask", "token_roles"
 stands for the role that follows from the token alone."""
 _MOST_KEPT = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
+LONGEST_SAMPLE = 1 << 24
+"""Maximum number of characters or token ids of a sample. A tokenizer needs several hundred bytes for each token."""
 _SHORT = 200
 """Maximum length of a text that ``--keep '*'`` stores."""
 _TABLE_ROWS = 1024
@@ -147,12 +149,26 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
     if not isinstance(text, str):
         found = f"{_kind(text)} there" if column in row else f"the fields {', '.join(row)}"
         raise DataError(place, expected=f"a text in {column!r}", found=found, fix="name its field with --column")
+    refuse_huge(len(text), "characters", place)
     return text
+
+
+def refuse_huge(length: int, unit: str, place: str) -> None:
+    """Raise :class:`DataError` for a sample that would need too much memory."""
+    if length > LONGEST_SAMPLE:
+        raise DataError(
+            place,
+            expected=f"at most {LONGEST_SAMPLE:,} {unit} in a sample",
+            found=f"{length:,}",
+            fix="split it into several rows, or skip such rows with --bad-rows skip",
+        )
 
 
 def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place: str) -> npt.NDArray[np.int32]:
     """Return the row's token ids without those that its attention mask excludes (padding)."""
     found = row.get(column)
+    if isinstance(found, list):
+        refuse_huge(len(found), "token ids", place)
     tokens = _integers(found)
     if tokens is None:
         fields = f"{_kind(found)} there" if column in row else f"the fields {', '.join(row)}"

@@ -275,8 +275,8 @@ def _finished(draft: Draft, encoded: Encoded, spec: DataSpec, tokenizer: Tokeniz
     return Sample(
         index=draft.index,
         task_id=draft.task_id,
-        tokens=encoded.tokens if count <= most else encoded.tokens[:most],
-        roles=encoded.roles if count <= most else encoded.roles[:most],
+        tokens=encoded.tokens if count <= most else encoded.tokens[:most].copy(),  # a view would keep all tokens
+        roles=encoded.roles if count <= most else encoded.roles[:most].copy(),
         preview=(draft.text if draft.tokens is None else _preview(tokenizer, draft.tokens))[:_PREVIEW],
         augmentation=draft.augmentation,
         truncated=max(0, count - most),

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from spile.data.lines import fetched
+from spile.data.lines import LONGEST_LINE, fetched
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
 from spile.objects.folder import read_ahead
@@ -25,6 +25,8 @@ from spile.spec.run import EVERY_FIELD
 Result = TypeVar("Result")
 _FOOTERS = 8
 """Footers of Parquet files that are fetched at once, to find the file with a row."""
+_BATCH_ROWS, _BATCH_BYTES = 256, 64 << 20
+"""Rows of a Parquet file that are read at once, and their approximate size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,13 @@ class Parquet(LocatedSource):
     def _records(self, start: int) -> Iterator[dict[str, Any]]:
         """Yield the rows from ``start`` on; row groups before it are not read."""
         try:
-            import pyarrow.parquet as parquet
+            import pyarrow.parquet
         except ImportError as error:
             raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
-        from pyarrow import ArrowException
-
         try:
-            with self._opened() as content, parquet.ParquetFile(content) as file:
-                yield from parquet_rows(file, start, self.columns, self.keep, self.location)
-        except (ArrowException, OSError) as error:
+            with self._opened() as content:
+                yield from parquet_rows(content, start, self.columns, self.keep, self.location)
+        except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
 
     def _opened(self) -> IO[bytes]:
@@ -114,15 +114,47 @@ class Parquet(LocatedSource):
 
 
 def parquet_rows(
-    file: Any, start: int, wanted: frozenset[str], keep: tuple[str, ...], location: str
+    content: Any, start: int, wanted: frozenset[str], keep: tuple[str, ...], location: str, footer: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an open Parquet file from ``start`` on; row groups before it are not read."""
-    names = check_columns(list(file.schema_arrow.names), wanted, keep, location)
-    groups, skip = _row_groups_from(file.metadata, start)
-    for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=names):
-        for row in batch.to_pylist()[skip:]:
-            yield {name: row[name] for name in names}
-        skip = max(0, skip - len(batch))
+    """Yield the rows of a Parquet file from ``start`` on; row groups before it are not read.
+
+    A small file can hold huge values: repeated ones are stored once, and others may compress well. So repeated values
+    stay references to a dictionary until their row is made, rows are made one by one, and the number of rows that are
+    read at once depends on their average size.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(content, metadata=footer) as file:
+        footer, schema = file.metadata, file.schema_arrow
+    names = check_columns(list(schema.names), wanted, keep, location)
+    texts = [name for name in names if pyarrow.types.is_string(schema.field(name).type)]
+    with parquet.ParquetFile(content, metadata=footer, read_dictionary=texts) as file:
+        groups, skip = _row_groups_from(footer, start)
+        number = start - skip
+        for group in groups:
+            rows = _rows_at_once(footer.row_group(group))
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=names):
+                columns = [(name, batch.column(name)) for name in names]
+                large = batch.nbytes > LONGEST_LINE
+                for place in range(skip, len(batch)):
+                    if large and sum(_value_bytes(column, place) for _, column in columns) > LONGEST_LINE:
+                        limit = f"at most {LONGEST_LINE >> 20} MiB in a row"
+                        raise DataError(f"{location} row {number + place}", expected=limit, found="more")
+                    yield {name: column[place].as_py() for name, column in columns}
+                skip, number = max(0, skip - len(batch)), number + len(batch)
+
+
+def _value_bytes(column: Any, place: int) -> int:
+    """Return the size of a value without copying it. The values of a text column refer to a dictionary."""
+    if not hasattr(column, "dictionary"):
+        return int(column.slice(place, 1).nbytes)
+    value = column[place].value
+    return int(value.as_buffer().size) if value.is_valid else 0
+
+
+def _rows_at_once(group: Any) -> int:
+    return int(max(1, min(_BATCH_ROWS, _BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))))
 
 
 def _row_groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
@@ -319,8 +351,8 @@ class Hub:
             if start >= footer.num_rows:
                 start -= footer.num_rows
                 continue
-            with files.open(address) as content, parquet.ParquetFile(content, metadata=footer) as file:
-                yield from parquet_rows(file, start, self.columns, self.keep, self.name)
+            with files.open(address) as content:
+                yield from parquet_rows(content, start, self.columns, self.keep, self.name, footer)
             start = 0
 
     def _failed(self, error: Exception) -> SpileError:

@@ -339,3 +339,48 @@ def test_streams_of_a_table_keep_what_extract_will_keep(tmp_path: Path, jsonl: W
     assert [row["label"] for row in rows_of(tmp_path / "t")] == [7]
     make_streams(jsonl([{"input_ids": [1, 2]}], "ids.jsonl"), tmp_path / "i", 1)
     assert [row["input_ids"] for row in rows_of(tmp_path / "i")] == [[1, 2]]
+
+
+def test_repeated_values_of_a_parquet_file_are_not_multiplied(tmp_path: Path) -> None:
+    """A file of a kilobyte whose rows are 300 times the same text of a megabyte."""
+    import pyarrow
+
+    from spile.data.tables import Parquet
+
+    path = parquet(tmp_path / "x.parquet", [{"text": "word " * 200_000}] * 300)
+    before, most = pyarrow.total_allocated_bytes(), 0
+    for row in Parquet(Path(path), path, frozenset({"text"})).rows(0, None):
+        assert len(row.data["text"]) == 1_000_000
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+    assert most < 50e6
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_huge_row_of_a_parquet_file_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    from spile.data import tables
+
+    monkeypatch.setattr(tables, "LONGEST_LINE", 1000)
+    path = parquet(
+        tmp_path / "x.parquet", [{"text": f"{number} " + "x" * 300} for number in range(7)] + [{"text": "y" * 2000}]
+    )
+    rows = tables.Parquet(Path(path), path, frozenset({"text"})).rows(start, None)
+    assert [next(rows).data["text"][0] for _ in range(start, 7)] == [str(number) for number in range(start, 7)]
+    with pytest.raises(DataError, match="row 7: expected at most 0 MiB in a row, found more"):
+        next(rows)
+
+
+@pytest.mark.parametrize("row", [{"text": "x" * 101}, {"input_ids": [1] * 101}])
+def test_a_huge_sample_is_refused(
+    jsonl: Write, chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any]
+) -> None:
+    """A tokenizer needs several hundred bytes for each token, so a text of gigabytes would end the worker."""
+    from spile.data import rows
+
+    monkeypatch.setattr(rows, "LONGEST_SAMPLE", 100)
+    spec = DataSpec(dataset=jsonl([{name: value[:100] for name, value in row.items()}, row]))
+    with pytest.raises(DataError, match=r"line 2: expected at most 100 (characters|token ids) in a sample, found 101"):
+        open_stream(spec, chatml)
+    skipping = open_stream(replace(spec, bad_rows="skip"), chatml)
+    assert [type(each).__name__ for each in skipping.read(Ranges())] == ["Sample", "Skip"]
