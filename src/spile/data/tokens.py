@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,8 @@ _TURN_END = 4
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_MOST_IDS, _MOST_GROWTH = 1 << 26, 4096
+"""Limits of a tokenizer that no real one comes near."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -87,11 +89,12 @@ class Tokenizer:
             add_special: Whether to add the tokenizer's own BOS and EOS, as for plain text. A rendered chat has them.
             spans: For each text the characters that belong to a role.
         """
-        if spans is None:
-            plain = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
-            return [self._encoded(encoding, ()) for encoding in plain]
-        batch = self.backend.encode_batch(list(texts), add_special_tokens=add_special)
-        return [self._encoded(*each) for each in zip(batch, spans, texts, strict=True)]
+        with untrusted(ModelError, "the tokenizer of the model fails on a text"):
+            if spans is None:
+                plain = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special)
+                return [self._encoded(encoding, ()) for encoding in plain]
+            batch = self.backend.encode_batch(list(texts), add_special_tokens=add_special)
+            return [self._encoded(*each) for each in zip(batch, spans, texts, strict=True)]
 
     def roles(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """Return the roles that follow from the tokens alone: special, BOS and the first position."""
@@ -124,7 +127,10 @@ class Tokenizer:
     def _table(self) -> npt.NDArray[np.uint8]:
         """Return the role of each token of the vocabulary by itself."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
-        table = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.uint8)
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= _MOST_IDS:
+            raise ModelError("the tokenizer", expected=f"token ids below {_MOST_IDS:,}", found=f"{largest:,}")
+        table = np.zeros(largest + 1, dtype=np.uint8)
         table[sorted(self.specials)] = Role.SPECIAL
         if self.bos is not None:
             table[self.bos] = Role.SPECIAL | Role.BOS
@@ -224,6 +230,7 @@ def _configured(backend: Backend, folder: Path) -> Tokenizer:
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     special |= {number for number in ids.values() if number is not None}
+    _refuse_bombs(backend)
     return Tokenizer(
         backend=backend,
         bos=ids.get("bos_token"),
@@ -232,6 +239,32 @@ def _configured(backend: Backend, folder: Path) -> Tokenizer:
         named=named,
         specials=frozenset(special),
     )
+
+
+def _refuse_bombs(backend: Backend) -> None:
+    """Refuse a tokenizer that makes a text thousands of times as long, or adds thousands of tokens."""
+    for name, part in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
+        growth = 1
+        for step in _steps(part):
+            if step.get("type") == "Replace":
+                pattern, content = step["pattern"].get("String"), len(step["content"])
+                growth *= max(1, content + 1 if pattern is None else -(-content // max(1, len(pattern))))
+        if growth > _MOST_GROWTH:
+            found = f"a {name} that can make it {growth:,} times as long"
+            raise ModelError("the tokenizer", expected=f"a text that grows at most {_MOST_GROWTH:,} times", found=found)
+    added = 0 if backend.post_processor is None else backend.post_processor.num_special_tokens_to_add(False)
+    if added > _MOST_GROWTH:
+        found = f"{added:,} special tokens that are added to each text"
+        raise ModelError("the tokenizer", expected=f"at most {_MOST_GROWTH:,}", found=found)
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a normalizer or a decoder, also of nested sequences."""
+    waiting = [] if part is None else [orjson.loads(part.__getstate__())]
+    while waiting:
+        step = waiting.pop()
+        yield step
+        waiting += [*step.get("normalizers", ()), *step.get("decoders", ())]
 
 
 def _rebuild_like_llama(backend: Backend, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -281,12 +314,13 @@ def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, s
     """Add tokens of the config that ``tokenizer.json`` does not have, ordered by id."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    added: list[AddedToken] = []
     for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if entry["content"] not in known:
-            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            token = AddedToken(entry["content"], **{flag: bool(entry[flag]) for flag in flags if flag in entry})
-            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+            added.append(AddedToken(entry["content"], **{flag: bool(entry[flag]) for flag in flags if flag in entry}))
             known.add(entry["content"])
+    backend.add_tokens(added)  # one call, because each prepares a search for all added tokens
     for content in named.values():
         if content not in known:
             backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
