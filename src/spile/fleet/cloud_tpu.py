@@ -450,7 +450,10 @@ class CloudTpu:
             params = {"pageSize": "500", **({"pageToken": token} if token else {})}
             page = self._send("GET", path, doing, params=params, version=version, api=api)
             with untrusted(Unavailable, f"the API's answer is not a valid page of {key}", fix="try again later"):
-                found.extend(dict(each) for each in page.get(key) or ())
+                items = page.get(key, [])
+                if not isinstance(items, list) or "error" in page:  # an empty list would mean: no machines
+                    raise ValueError(str(page)[:100])
+                found.extend(dict(each) for each in items)
                 token = str(page.get("nextPageToken") or "")
                 if token in seen:
                     raise ValueError("a page that was read already")
@@ -562,7 +565,7 @@ def _never_sent(error: requests.exceptions.RequestException) -> bool:
 def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
     """Return the API's answer. A proxy's page is an error: whether the API received the request is not known."""
     try:
-        found = reply.json() if reply.content else {}
+        found = reply.json()
     except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
