@@ -342,8 +342,7 @@ def _report_recalled(
 def _status(token: Array, made: Array, sampling: Sampling) -> Array:
     """Return the state of a slot that has just generated this token, its ``made``-th."""
     ends = made >= sampling.max_new
-    for stop in sampling.stop:
-        ends |= token == stop
+    ends |= jnp.isin(token, np.array(sampling.stop, np.int32))
     return jnp.where(ends, CLOSING, MAKING).astype(jnp.int32)
 
 

@@ -77,7 +77,9 @@ def _own_stops(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     if file.is_file():
         with untrusted(ModelError, f"{GENERATION} of {files.name} cannot be read", fix="download the model again"):
             named = dict(json.loads(file.read_bytes())).get("eos_token_id")
-        found |= {token for token in (named if isinstance(named, list) else [named]) if type(token) is int}
+        listed = named if isinstance(named, list) else [named]
+        # A number outside of int32 is no token, and the device could not compare with it.
+        found |= {token for token in listed if type(token) is int and abs(token) < 1 << 31}
     return found
 
 

@@ -76,3 +76,12 @@ def test_a_header_that_cannot_be_says_why(fields: object, size: int, message: st
 def test_an_impossible_length(start: bytes, size: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         header_length(start, size)
+
+
+def test_a_shape_of_a_million_dimensions_is_refused_before_its_product_is_computed() -> None:
+    """The product would have tens of millions of bits."""
+    fields = {"x": {"dtype": "F32", "shape": [2**60] * 1_000_000, "data_offsets": [0, 4]}}
+    text = json.dumps(fields).encode()
+    data = len(text).to_bytes(8, "little") + text
+    with pytest.raises(ValueError, match="x has 1000000 dimensions"):
+        parse_header(data, len(data) + 4)
