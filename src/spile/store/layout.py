@@ -6,9 +6,12 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from spile.errors import Damaged, SpecError
-from spile.objects.folder import Folder, ObjectInfo
+
+if TYPE_CHECKING:
+    from spile.objects.folder import Folder, ObjectInfo
 
 RUN = "run.json"
 SPEC = "spec.json"
