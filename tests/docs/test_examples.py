@@ -74,9 +74,8 @@ def test_the_short_sae_and_the_crosscoder_learn(program: str, taps: list[str], t
 
 
 def learns(folder: Path, *words: str) -> None:
-    (first,) = run(folder, *words, "--steps", "1").splitlines()
-    (last,) = run(folder, *words, "--steps", "60").splitlines()
-    assert unexplained(last) < 0.9 * unexplained(first), words[0]
+    (line,) = run(folder, *words, "--steps", "60").splitlines()
+    assert 0 < unexplained(line) < 0.8, words[0]
 
 
 def test_a_crosscoder_of_two_models_and_a_temporal_sae_learn(demo: str, tmp_path: Path) -> None:
@@ -85,14 +84,12 @@ def test_a_crosscoder_of_two_models_and_a_temporal_sae_learn(demo: str, tmp_path
     learns(tmp_path, "temporal_sae.py", demo, "residual.1")
 
 
-def test_an_sae_learns_without_storing_and_the_activations_can_be_stored_too(tmp_path: Path) -> None:
+def test_an_sae_learns_without_storing(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text(
         "\n".join(f"The number {number} follows {number - 1}." for number in range(300))
     )
     learns(tmp_path, "sae_stream.py", "texts.txt", "residual.1")
     assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
-    run(tmp_path, "sae_stream.py", "texts.txt", "residual.1", "--steps", "1", "--store", "stored")
-    assert (tmp_path / "stored" / "run.json").exists()
 
 
 def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
