@@ -83,6 +83,7 @@ def test_ctrl_c_stops_all(pod: Hosts, project: Path) -> None:
     assert pod.processes() == []
 
 
+@pytest.mark.slow
 def test_a_runner_that_is_killed_leaves_no_container(pod: Hosts, project: Path) -> None:
     run = start(pod, project, COMMITS)
     assert wait_until(lambda: up(pod, project))

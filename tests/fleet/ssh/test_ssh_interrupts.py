@@ -29,6 +29,7 @@ def test_an_interrupt_while_connecting_runs_nothing() -> None:
             asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_kept_ends_all(hosts: Hosts) -> None:
     def full(host: Host, data: bytes) -> None:
         raise Failure("the disk is full")

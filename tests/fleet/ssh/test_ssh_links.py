@@ -114,6 +114,7 @@ def far_hosts(empty_hosts: Hosts) -> Iterator[Hosts]:
                 subprocess.run(["ip", *words], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_cut_cable_ends_all(far_hosts: Hosts, project: Path) -> None:
     runner = spile(project, "run", *far_hosts.flags(), "--", f"echo up; {STUBBORN}")
     assert wait_until(lambda: up(far_hosts, project))

@@ -77,6 +77,7 @@ def test_one_that_fails_ends_all(hosts: Hosts, project: Path, tmp_path: Path) ->
     assert "stopped" in out
 
 
+@pytest.mark.slow
 def test_a_command_that_is_killed_ends_all(hosts: Hosts, project: Path) -> None:
     runner = spile(project, "run", *hosts.flags(), "--", f"echo up $$; {STUBBORN}")
     assert wait_until(lambda: up(hosts, project))
@@ -88,6 +89,7 @@ def test_a_command_that_is_killed_ends_all(hosts: Hosts, project: Path) -> None:
     assert hosts.processes() == []
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_ends_all(hosts: Hosts, project: Path) -> None:
     runner = spile(project, "run", *hosts.flags(), "--", f"echo up; {STUBBORN}")
     assert wait_until(lambda: up(hosts, project))
@@ -119,6 +121,7 @@ def test_an_interrupt_ends_all_and_still_brings_back(hosts: Hosts, project: Path
     assert hosts.processes() == []
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(hosts: Hosts, project: Path) -> None:
     runner = spile(project, "run", *hosts.flags(0), "--", f"echo up; {STUBBORN}")
     assert wait_until(lambda: any("up" in log.read_text() for log in project.glob("spile-run-*/*.log")))

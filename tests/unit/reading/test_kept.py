@@ -67,6 +67,7 @@ def test_rows_come_with_the_fields_of_their_sample(dataset: Dataset, memory: int
     assert total == 2 * dataset.streams[0].tokens
 
 
+@pytest.mark.torch
 def test_in_torch_numbers_are_tensors_and_the_rest_stays(dataset: Dataset) -> None:
     torch = pytest.importorskip("torch")
     batch = next(iter(dataset.torch("attn.1", batch_rows=50, context=True)))

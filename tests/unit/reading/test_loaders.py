@@ -42,6 +42,7 @@ def bits(tensors: Any) -> list[np.ndarray]:
     return [tensor.view(torch.int16).numpy() for tensor in tensors]
 
 
+@pytest.mark.torch
 def test_torch_gives_each_row_once_over_ranks_and_workers(dataset: Dataset) -> None:
     torch = pytest.importorskip("torch")
     from torch.utils.data import DataLoader
@@ -57,6 +58,7 @@ def test_torch_gives_each_row_once_over_ranks_and_workers(dataset: Dataset) -> N
     assert found == Counter({row: 2 * n for row, n in everything(dataset, exclude=Role.FIRST).items()})
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader_continues_after_any_batch(dataset: Dataset, workers: int) -> None:
     pytest.importorskip("torch")
@@ -81,6 +83,7 @@ def test_an_endless_reader_continues_after_any_batch(dataset: Dataset) -> None:
         assert given(after, 30 - after) == whole[after:]
 
 
+@pytest.mark.torch
 def test_torch_states_and_context(dataset: Dataset) -> None:
     torch = pytest.importorskip("torch")
     rows = dataset.torch(["attn.1", "residual.0"], batch_rows=64, context=True)
@@ -95,6 +98,7 @@ def test_torch_states_and_context(dataset: Dataset) -> None:
     assert all(torch.equal(a["rows"]["attn.1"], b["rows"]["attn.1"]) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.torch
 def test_bf16_tensors_share_the_rows_memory() -> None:
     pytest.importorskip("torch")
     import ml_dtypes

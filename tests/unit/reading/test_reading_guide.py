@@ -34,6 +34,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     assert "('residual.0', 'attn.1', 'residual.1')" in output
 
 
+@pytest.mark.torch
 def test_a_loader_gives_each_row_once(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (block,) = (block for block in BLOCKS if "torch" in block)

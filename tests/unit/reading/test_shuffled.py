@@ -427,7 +427,7 @@ def test_two_levels_are_as_random_as_a_permutation_within_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("how", ["shuffled('attn.1', 16, epochs=None)", "rows('attn.1', 16)"])
-@pytest.mark.parametrize("torch", [False, True])
+@pytest.mark.parametrize("torch", [False, pytest.param(True, marks=pytest.mark.torch)])
 def test_an_early_end_leaves_no_traceback(tmp_path: Path, how: str, torch: bool) -> None:
     if torch:
         pytest.importorskip("torch")
