@@ -149,6 +149,7 @@ def test_gcloud_creates_lists_describes_and_deletes(fake: FakeCloud, tmp_path: P
 
 
 @needs_gcloud
+@pytest.mark.slow
 def test_gcloud_queues(fake: FakeCloud, tmp_path: Path) -> None:
     kind = ("--accelerator-type=v4-8", "--runtime-version=tpu-ubuntu2204-base", f"--zone={ZONE}")
     many = ("--node-count=2", "--node-prefix=s")

@@ -74,6 +74,7 @@ def test_a_host_with_a_gpu_has_hashes_too(bare: Hosts, project: Path) -> None:
     assert len(names) == len(set(names)), "an installer takes no name twice"
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_is_named(bare: Hosts, project: Path) -> None:
     (bare[1].home / "broken").touch()
     code, _, err = finish(spile(project, "install", *bare.flags()))
