@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 
@@ -9,11 +10,13 @@ import pytest
 
 from fleet.cloud_world import World
 from spile.cli.main import main
+from spile.fleet.install import build_wheel
 
 __all__ = ["Prompt", "prompt_of"]
 
 Prompt = Callable[..., tuple[int, str]]
 """Words in, (exit code, what was printed) out."""
+_build_wheel_once = functools.cache(build_wheel)
 
 
 def prompt_of(world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Prompt:
@@ -23,6 +26,7 @@ def prompt_of(world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         if os.environ.get(name) != value:
             monkeypatch.setenv(name, value)
     monkeypatch.chdir(world.folder)
+    monkeypatch.setattr("spile.fleet.deploy.build_wheel", _build_wheel_once)  # its compression takes half a second
 
     def spile(*words: object) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
