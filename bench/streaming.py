@@ -55,6 +55,24 @@ resumed = time.perf_counter() - began
 print(json.dumps({"rows": rows, "seconds": seconds, "memory": peak_memory() - before, "parts": len(reader.parts),
                   "resumed": resumed, "first": first.index}))
 """
+_ROWS = """
+import json, sys, time
+from spile.data.lines import PartReader
+from spile.data.sources import open_input
+from spile.spec.run import DataSpec
+
+def memory():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+reader = PartReader(open_input(DataSpec(dataset=sys.argv[1])), (0, ""), (), None)
+began, used, marks, rows = time.perf_counter(), time.process_time(), [], 0
+for rows, _ in enumerate(reader.lines(), 1):
+    if rows % 500_000 == 0:
+        marks.append(memory())
+print(json.dumps({"rows": rows, "seconds": time.perf_counter() - began, "cpu": time.process_time() - used,
+                  "first": marks[0], "most": max(marks), "last": marks[-1], "parts": len(reader.parts)}))
+"""
 
 
 def write_rows(folder: Path, rows: int) -> int:
@@ -99,11 +117,31 @@ def killed_run(hub: DatasetHub, cache: Path, fields: dict[str, object], commits:
     process.wait()
 
 
+def workers_run(hub: DatasetHub, cache: Path, output: Path, workers: int, tokens: int) -> tuple[float, float]:
+    """Run several workers on this machine; return the seconds to the first commit of any and of all streams."""
+    words = ["extract", "--dataset", hub.name, "--output", str(output), "--layers", "0", "--commit-every", "0.1"]
+    words += ["--model", "embedded", "--num-workers", str(workers), "--max-tokens", str(tokens)]
+    environment, began = {**os.environ, **hub.environment(cache)}, time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spile.cli.main", *words], env=environment, stdout=subprocess.DEVNULL
+    )
+    seen: list[float] = []
+    while process.poll() is None:
+        begun = len(list(output.glob("*/commits/0001.json")))
+        seen += [time.perf_counter() - began] * (begun - len(seen))
+        time.sleep(0.05)
+    if process.returncode or len(seen) < workers:
+        raise SystemExit(f"{workers} workers: {len(seen)} of them began, exit code {process.returncode}")
+    return seen[0], seen[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens that the model computes in each run")
     parser.add_argument("--read-all", action="store_true", help="also read and tokenize all rows without a model")
+    parser.add_argument("--only-rows", action="store_true", help="only read and hash all rows: how the memory grows")
+    parser.add_argument("--workers", type=int, default=0, help="also run so many workers on this machine at once")
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder, cache, output = (Path(place) / name for name in ("data", "cache", "out"))
@@ -111,6 +149,15 @@ def main() -> None:
         total = write_rows(folder, words.rows)
         with dataset_hub(folder) as hub:
             print(f"{words.rows:,} rows in {len(hub.paths())} Parquet files, {size(total)}")
+            if words.only_rows:
+                read = child(hub, cache, _ROWS, hub.name)
+                print(
+                    f"all rows         {read['rows']:,.0f} read and hashed in {read['seconds']:.0f} s "
+                    f"({read['cpu']:.0f} CPU seconds), {read['parts']:,.0f} hashes\n"
+                    f"memory           {size(read['first'])} of the process after 500,000 rows, {size(read['most'])} "
+                    f"at most, {size(read['last'])} at the end"
+                )
+                return
             small = Path(place) / "small.jsonl"
             small.write_text("".join(json.dumps({"text": f"{n} foxes and dogs"}) + "\n" for n in range(2000)))
             base = child(hub, cache, _RUN, json.dumps(spec(str(small), Path(place) / "base")))
@@ -128,6 +175,9 @@ def main() -> None:
                 f"after SIGKILL    first batch {again['first']:.1f} s after the start, {again['samples']:,.0f} samples "
                 f"to {again['held']:,.0f} in {time.perf_counter() - began:.0f} s; {size(hub.bytes_sent - sent)} sent"
             )
+            if words.workers:
+                first, last = workers_run(hub, cache, Path(place) / "workers", words.workers, words.tokens)
+                print(f"{words.workers} workers        first commit {first:.1f} s after the start, of all {last:.1f} s")
             if words.read_all:
                 sent = hub.bytes_sent
                 read = child(hub, cache, _READ, hub.name)

@@ -77,6 +77,8 @@ class RunOptions(TypedDict, total=False):
     bad_rows: BadRows
     split: str | None
     config_name: str | None
+    dataset_revision: str | None
+    of_streams: int | None
     keep: Sequence[str] | str
     stream_names: FolderNames
     local_copy: str | None
@@ -601,14 +603,9 @@ def _run_spec(
 
 def with_rows(spec: RunSpec, data: Data) -> RunSpec:
     """Return the spec with rows that are given in Python."""
-    rows = hasattr(data, "__iter__") and not hasattr(data, "__next__")  # an iterator can be read only once
-    if isinstance(data, bytes | Mapping) or not (rows or hasattr(data, "to_batches")):
-        raise SpecError(
-            "data",
-            expected="a name, a list of strings or dicts, a datasets.Dataset, or a frame of pandas, polars or pyarrow",
-            found=type(data).__name__,
-            fix="pass list(data)" if hasattr(data, "__next__") else None,
-        )
+    from spile.data.sources import refuse_no_rows
+
+    refuse_no_rows(data)
     return replace(spec, data=replace(spec.data, rows=data, dataset=f"Python {type(data).__name__}", worker_id=0))
 
 

@@ -103,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = json.dumps(answer if answer is not None else {"error": "not found"}).encode()
         self.send_response(status if answer is not None else 404)
         if answer is None:
-            self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
+            missing = "EntryNotFound" if found else "RevisionNotFound" if "/revision/" in path else "RepoNotFound"
+            self.send_header("X-Error-Code", missing)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

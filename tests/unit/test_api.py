@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,10 @@ def test_the_typed_options_are_the_fields_of_the_run_spec() -> None:
         (lambda: spile.extract("embedded", (text for text in TEXTS)), "spile.extract(): data: expected a name, a list"),
         (lambda: spile.extract(spile.RunSpec(), TEXTS), "spile.extract(): data: expected a run spec alone"),
         (lambda: spile.tap("embedded", [{"words": "x"}]), "Python list row 0: expected an ARC task"),
+        (lambda: spile.tap("embedded", None), "spile.tap(): data: expected a name, a list"),
+        (lambda: spile.tap("embedded", {"text": TEXTS}), "spile.tap(): data: expected a name, a list"),
+        (lambda: spile.tap("embedded", [{"text": math.nan}]), "Python list row 0: expected a text in 'text'"),
+        (lambda: spile.extract("embedded", [*ROWS, {"text": None}], "."), "Python list row 3: expected a text in"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_function_and_the_argument(
@@ -252,7 +257,9 @@ def test_a_reader_continues_from_its_state_dict(root: str) -> None:
 def test_reprs_are_short(root: str) -> None:
     dataset = spile.open(root)
     acts = spile.tap("embedded", TEXTS, taps="residual.1")
-    for thing in (dataset, dataset[0], dataset.samples, acts, acts[0], spile.load("embedded"), acts[0].heat_map()):
+    things = (dataset, dataset[0], dataset.samples, acts, acts[0], spile.load("embedded"), acts[0].heat_map())
+    run = spile.extract("embedded", ROWS, root, taps=["residual.1", "mlp.0"])
+    for thing in (*things, run, spile.verify(root)):
         assert repr(thing).startswith("<")
         assert len(repr(thing).replace(root, "root")) < 120
     assert "3 samples of embedded, mlp.0, residual.1" in repr(dataset)

@@ -43,6 +43,9 @@ class SourceFlags:
         str | None, Parameter(help="The hub dataset's split, or a folder's subfolder. [default: train]")
     ] = None
     config_name: Annotated[str | None, Parameter(help="The hub dataset's configuration.")] = None
+    dataset_revision: Annotated[
+        str | None, Parameter(help="The branch, tag or commit of the hub dataset. [default: the newest commit]")
+    ] = None
     start_index: Annotated[int, Parameter(help="The first row, from 0.")] = 0
     end_index: Annotated[int | None, Parameter(help="The row to stop before.")] = None
     max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
@@ -104,6 +107,7 @@ def convert(
             selection=selection,
             split=source.split,
             config_name=source.config_name,
+            revision=source.dataset_revision,
             format=chosen,
             test_outputs=test_outputs,
             progress=tell,
@@ -152,6 +156,7 @@ def streams(
             selection=selection,
             split=source.split,
             config_name=source.config_name,
+            revision=source.dataset_revision,
             seed=seed,
             only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,9 @@ from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
     from spile.cli.flags import EngineFlags, RunFlags
-    from spile.spec.run import RunSpec
+    from spile.data.manifest import StreamsManifest
+    from spile.launch.supervisor import Engine, StreamTask
+    from spile.spec.run import DataSpec, RunSpec
 
 _STREAMS = "streams"
 """The folder in the output that contains the streams of ``--dataset``."""
@@ -27,7 +30,7 @@ _ROWS_PER_STREAM = 16
 def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
-    from spile.launch.supervisor import Supervisor, cluster_check, stream_tasks
+    from spile.launch.supervisor import Supervisor, cluster_check
     from spile.objects import open_folder
     from spile.store.snapshot import SnapshotReader
     from spile.store.stream import refuse_other_spec, write_spec
@@ -40,15 +43,14 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     output = spec.output
     runner = make_engine(engine.name, engine.request(output))
     try:
-        streams = flags.dataset_dir or _split(flags, spec, runner.workers, engine.num_streams)
-        spec = _with_absolute_paths(spec, streams)
-        inputs = tuple(map(_absolute, filter(_is_place, (streams, spec.model))))
+        spec = _with_absolute_paths(_divided(flags, spec, runner, engine.num_streams))
+        inputs = tuple(filter(_is_place, (spec.data.dataset_dir or spec.data.dataset, spec.model)))
         with cluster_check(spec.output, inputs) as asked:
             runner.check(asked)
         root = open_folder(spec.output)
         refuse_other_spec(root, spec)
         url = write_spec(root, spec)
-        tasks = stream_tasks(streams, lambda stream: ("worker", "--spec", url, "--stream", str(stream)))
+        tasks = _tasks(spec.data, url)
         if runner.room < runner.workers:
             log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
         with watched_engine(SnapshotReader(root)) as view:
@@ -61,9 +63,23 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         runner.close()
 
 
-def _with_absolute_paths(spec: RunSpec, streams: str) -> RunSpec:
+def _tasks(data: DataSpec, url: str) -> list[StreamTask]:
+    from spile.launch.supervisor import StreamTask, stream_tasks
+
+    def words(stream: int) -> tuple[str, ...]:
+        return ("worker", "--spec", url, "--stream", str(stream))
+
+    if data.dataset_dir is not None:
+        return stream_tasks(data.dataset_dir, words)
+    return [StreamTask(stream, words(stream)) for stream in range(data.of_streams or 1)]
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
     """Return the spec that every worker gets. Paths are absolute, because workers start in other folders."""
-    data = replace(spec.data, dataset=EMBEDDED, dataset_dir=_absolute_folder(streams), split=None, config_name=None)
+    folder = spec.data.dataset_dir
+    data = replace(spec.data, dataset=_absolute(spec.data.dataset))
+    if folder is not None:
+        data = replace(data, dataset=EMBEDDED, dataset_dir=_absolute_folder(folder), split=None, config_name=None)
     copy = None if spec.local_copy is None else _absolute_folder(spec.local_copy)
     return replace(spec, model=_absolute(spec.model), data=data, output=_absolute_folder(spec.output), local_copy=copy)
 
@@ -94,22 +110,87 @@ def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
     return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
 
 
-def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> str:
-    """Split ``--dataset`` into streams in the output folder, or reuse those of an earlier run; return their folder."""
+def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) -> RunSpec:
+    """Return the spec with the data as streams: those of an earlier run, or new ones.
+
+    A small dataset is split into files in the output folder. The workers read a large one directly, each the rows of
+    its stream, so that the first batch does not wait for a pass over all rows.
+    """
     from spile.data.manifest import MANIFEST, StreamsManifest
-    from spile.fleet.deploy import prepare_streams, refuse_other_rows
+    from spile.fleet.deploy import prepare_streams
     from spile.objects import open_folder
     from spile.objects.folder import NotFound
 
+    if flags.dataset_dir is not None:
+        return spec
     place = f"{spec.output.rstrip('/')}/{_STREAMS}"
-    dataset = flags.dataset or EMBEDDED
-    try:
+    files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
+    with suppress(NotFound):
         known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
-    except NotFound:
-        count = asked or _stream_count(dataset, spec, workers)
-        prepare_streams(dataset, place, count, data=spec.data, log=log)
-        return place
-    source = str(known.source.get("dataset"))
+        _refuse_other_split(known, flags, spec, asked, place)
+        return files
+    in_turn = _begun_in_turn(spec, asked)
+    if in_turn is None and (not runner.elsewhere or "://" in spec.data.dataset or not _is_place(spec.data.dataset)):
+        in_turn = _read_in_turn(spec, asked or runner.workers)
+    if in_turn is not None:
+        return in_turn
+    count = asked or _stream_count(spec.data.dataset, spec, runner.workers)
+    prepare_streams(spec.data.dataset, place, count, data=spec.data, log=log)
+    return files
+
+
+def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
+    """Return the spec with streams that read the rows of a large dataset in turn; None if it is not large."""
+    from spile.data.sources import open_input
+    from spile.data.stream import is_large
+
+    file = open_input(spec.data)
+    try:
+        if not is_large(file, spec.data.prompt, count):
+            return None
+    except DataError:  # the split converts more kinds of rows, or says what is wrong with them
+        return None
+    log(f"{spec.data.dataset} is read during the run, its rows by {counted(count, 'stream')} in turn")
+    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=count, dataset_revision=file.revision))
+
+
+def _begun_in_turn(spec: RunSpec, asked: int | None) -> RunSpec | None:
+    """Return the spec of an existing run whose streams read the rows of a large dataset in turn, with its data."""
+    from spile.objects import open_folder
+    from spile.store.layout import SPEC
+    from spile.store.stream import read_spec
+
+    try:
+        begun = read_spec(f"{open_folder(spec.output).url}/{SPEC}").data
+    except SpecError:  # there is none, or it is damaged and will be replaced
+        return None
+    if begun.of_streams is None:
+        return None
+    ours = (_absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
+    if ours != (begun.dataset, begun.split, begun.config_name):
+        raise DataError(
+            f"{spec.output} holds streams of another dataset",
+            expected=_data_flags(begun.dataset, begun.split, begun.config_name),
+            found=_data_flags(*ours),
+            fix="give the same flags, or another --output",
+        )
+    if asked is not None and asked != begun.of_streams:
+        raise SpecError("--num-streams", expected=f"{begun.of_streams}, as the run began", found=str(asked))
+    log(f"{counted(begun.of_streams, 'stream')} of {spec.data.dataset}, as the run began")
+    pinned = spec.data.dataset_revision or begun.dataset_revision
+    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=begun.of_streams, dataset_revision=pinned))
+
+
+def _data_flags(dataset: str, split: str | None, config_name: str | None) -> str:
+    words = {"--dataset": dataset, "--split": split, "--config-name": config_name}
+    return " ".join(f"{flag} {value}" for flag, value in words.items() if value is not None)
+
+
+def _refuse_other_split(known: StreamsManifest, flags: RunFlags, spec: RunSpec, asked: int | None, place: str) -> None:
+    """Raise if the streams that an earlier run made are not those that are asked for."""
+    from spile.fleet.deploy import refuse_other_rows
+
+    dataset, source = spec.data.dataset, str(known.source.get("dataset"))
     if source != dataset:
         raise DataError(
             f"{place} holds streams of another dataset",
@@ -121,4 +202,3 @@ def _split(flags: RunFlags, spec: RunSpec, workers: int, asked: int | None) -> s
     if asked is not None and asked != len(known.streams):
         raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
     log(f"{counted(len(known.streams), 'stream')} of {source}, as made before: {place}")
-    return place

@@ -335,7 +335,10 @@ class EngineFlags:
     ] = None
     num_streams: Annotated[
         int | None,
-        flag(_ENGINE, "The number of streams that --dataset is split into. [default: up to 4 for each worker]"),
+        flag(
+            _ENGINE,
+            "The number of streams that --dataset is split into. [default: up to 4 for each worker; 1 of large data]",
+        ),
     ] = None
     resources: Annotated[
         list[str] | None,

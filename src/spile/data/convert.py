@@ -331,6 +331,7 @@ def convert(
     selection: RowSelection | None = None,
     split: str | None = None,
     config_name: str | None = None,
+    revision: str | None = None,
     format: Format = "arc-jsonl",  # noqa: A002  the flag's name
     test_outputs: bool = False,
     progress: Progress | None = None,
@@ -341,7 +342,7 @@ def convert(
     if a task id occurs twice or no row is usable.
     """
     selection = selection or RowSelection()
-    source = open_source(dataset, column=selection.column, split=split, config_name=config_name)
+    source = open_source(dataset, column=selection.column, split=split, config_name=config_name, revision=revision)
     return convert_source(source, output, selection, format=format, test_outputs=test_outputs, progress=progress)
 
 

@@ -153,10 +153,23 @@ class StreamFile:
     """
 
     def __init__(
-        self, location: str, rows: Callable[[int], Iterator[bytes]] | None = None, revision: str | None = None
+        self,
+        location: str,
+        rows: Callable[[int], Iterator[bytes]] | None = None,
+        revision: str | None = None,
+        turn: tuple[int, int] = (0, 1),
     ) -> None:
-        """``rows`` makes the lines from a row number on. ``revision`` pins the content: it never changes."""
+        """Open a file.
+
+        Args:
+            location: Its path, URL or name.
+            rows: Makes the lines from a row number on.
+            revision: What pins the content, which then never changes.
+            turn: (k, n) reads only one of n streams: rows k, k + n, k + 2n, …, which it numbers from 0.
+
+        """
         self.location, self.revision = location, revision
+        self._stream, self.streams = turn
         self._rows = rows
         self._remote = is_remote(location)
         self._copy: _Copy | None = None
@@ -202,10 +215,14 @@ class StreamFile:
         file = self._path.with_name(name)
         return file.read_bytes() if file.is_file() else None
 
-    @property
-    def unit(self) -> str:
-        """What the file consists of, for messages: lines of a file, or rows of a table."""
-        return "line" if self._rows is None else "row"
+    def number(self, line: Line) -> str:
+        """Return the number of a line for messages: ``line 1`` of a file is the first, ``row 0`` of a table."""
+        return f"line {line.number}" if self._rows is None else f"row {line.number - 1}"
+
+    def span(self, part: Part) -> str:
+        """Return the rows of a part for messages."""
+        first, last = self.row_of(part.first), self.row_of(part.stop - 1)
+        return f"lines {first + 1:,} to {last + 1:,}" if self._rows is None else f"rows {first:,} to {last:,}"
 
     @property
     def name(self) -> str:
@@ -214,13 +231,24 @@ class StreamFile:
 
     def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
         """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked."""
-        yield from self._split(self._hashed(hashes))
+        return self._own(self._split(self._hashed(hashes)))
+
+    def row_of(self, index: int) -> int:
+        """Return the row of the whole dataset that a line of this stream is."""
+        return index * self.streams + self._stream
+
+    def _own(self, lines: Iterator[Line]) -> Iterator[Line]:
+        if self.streams == 1:
+            return lines
+        own = (line for line in lines if line.index % self.streams == self._stream)
+        return (Line(line.index // self.streams, line.number, line.raw) for line in own)
 
     def lines_from(self, start: int) -> Iterator[Line]:
         """Yield the non-blank lines from index ``start`` on. A table skips the rows before; a file is read through."""
+        row = self.row_of(start)
         if self._rows is not None:
-            return self._split(self._rows(start), start)
-        return (line for line in self._split(self._hashed(None)) if line.index >= start)
+            return self._own(self._split(self._rows(row), row))
+        return self._own(line for line in self._split(self._hashed(None)) if line.index >= row)
 
     def _split(self, chunks: Iterator[bytes], start: int = 0) -> Iterator[Line]:
         index = number = start
@@ -344,7 +372,7 @@ class PartReader:
     def _differs(self, part: Part) -> DataError:
         return DataError(
             f"{self._file.location} changed since the run read it",
-            expected=f"{self._file.unit}s {part.first + 1:,} to {part.stop:,} as they were (hash {part.hash})",
+            expected=f"{self._file.span(part)} as they were (hash {part.hash})",
             found="other content",
             fix="restore the data, then run the same command again; or use another --output",
         )

@@ -107,12 +107,18 @@ class Drafter:
         else:
             text_of(row, column, place)
 
-    def drafts(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        """Yield the row's drafts in order, except those that are not ``wanted``."""
+    def drafts(
+        self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool], number: int | None = None
+    ) -> Iterator[Draft]:
+        """Yield the row's drafts in order, except those that are not ``wanted``.
+
+        ``number`` names a row without an id: its number in the dataset, if ``line`` is not that.
+        """
         if self.prompt.kind == "arc":
             yield from self._arc(row, line, place, wanted)
             return
-        name, kept = row_id(row) or f"line-{line}", kept_of(row, self.keep, self.prompt.column, place)
+        name = row_id(row) or f"line-{line if number is None else number}"
+        kept = kept_of(row, self.keep, self.prompt.column, place)
         if self.prompt.kind == "text":
             yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
         elif self.prompt.kind == "tokens":

@@ -147,8 +147,12 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
     """Return the row's text."""
     text = row.get(column)
     if not isinstance(text, str):
-        found = f"{_kind(text)} there" if column in row else f"the fields {', '.join(row)}"
-        raise DataError(place, expected=f"a text in {column!r}", found=found, fix="name its field with --column")
+        expected = f"a text in {column!r}"
+        if column not in row:
+            found = f"the fields {', '.join(row)}"
+            raise DataError(place, expected=expected, found=found, fix="name its field with --column")
+        fix = "correct or leave out the row, or extract with --bad-rows skip"
+        raise DataError(place, expected=expected, found=f"{_kind(text)} there", fix=fix)
     refuse_huge(len(text), "characters", place)
     return text
 
@@ -269,8 +273,8 @@ def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: st
 
 
 def _kind(value: object) -> str:
-    if value is None or value == []:
-        return "nothing" if value is None else "an empty list"
+    if value is None or value == [] or value != value:
+        return "an empty list" if value == [] else "nothing"
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), "a number")
 

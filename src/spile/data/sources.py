@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -18,7 +18,7 @@ from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import StreamFile, embedded_tasks, first_bytes
 from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
-from spile.errors import DataError, SpecError, StoreError
+from spile.errors import DataError, RunMismatch, SpecError, StoreError
 from spile.objects import is_remote
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
@@ -27,6 +27,8 @@ _LARGEST_DOCUMENT = 256 << 20
 """Bytes of a JSON document, or characters of a line or a cell."""
 _LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".csv", ".tsv", ".tab", ".txt", ".json")
+_WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
+"""Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
 _SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
 
 
@@ -153,6 +155,19 @@ class TextFolder(LocatedSource):
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
 
+def refuse_no_rows(data: Any, *, once: bool = False) -> None:
+    """Refuse data of Python that has no rows. ``once``: it is read only once, so an iterator will do."""
+    rows = hasattr(data, "__iter__") and (once or not hasattr(data, "__next__"))
+    if isinstance(data, bytes | Mapping) or not (rows or hasattr(data, "to_batches")):
+        fix = "pass list(data)" if hasattr(data, "__next__") else None
+        raise SpecError(
+            "data",
+            expected="a name, a list of strings or dicts, a datasets.Dataset, or a frame of pandas, polars or pyarrow",
+            found=type(data).__name__,
+            fix="pass a list of dicts, one per row" if isinstance(data, Mapping) else fix,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class PythonRows:
     """Rows that a caller gives in Python: strings, dicts, chats or lists of token ids, or the rows of a table."""
@@ -257,6 +272,11 @@ class RowRange:
         return cls(found[1], int(found[2] or 0), int(found[3]) if found[3] else None)
 
 
+def default_keep(dataset: str) -> tuple[str, ...]:
+    """Return the fields of each row that are kept without ``--keep``."""
+    return (EVERY_FIELD,) if dataset.endswith(_WITH_FIELDS) else ()
+
+
 def is_hub_name(dataset: str) -> bool:
     """Return whether this can be the name of a dataset on the hub."""
     known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
@@ -270,10 +290,18 @@ def open_source(
     split: str | None = None,
     config_name: str | None = None,
     keep: tuple[str, ...] = (),
+    revision: str | None = None,
 ) -> RowSource:
     """Open a source by name: ``embedded``, a file, a folder, an object in a bucket, or a dataset of the hub.
 
-    ``keep``: columns that a table must have in addition to those of the samples.
+    Args:
+        dataset: The name.
+        column: The field with the text, or with the pairs of a task.
+        split: The split of a hub dataset.
+        config_name: The configuration of a hub dataset.
+        keep: Columns that a table must have in addition to those of the samples.
+        revision: The branch, tag or commit of a hub dataset. It is resolved to a commit.
+
     """
     columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
     if dataset == EMBEDDED:
@@ -285,7 +313,8 @@ def open_source(
         return _open_file(dataset, column, columns, keep)
     if not is_hub_name(dataset):
         raise DataError(f"no such dataset: {dataset}", expected="a file, a folder, or owner/name on the hub")
-    return Hub(dataset, split or "train", config_name, columns, keep=keep)
+    hub = Hub(dataset, split or "train", config_name, columns, keep=keep)
+    return hub if revision is None else hub.pinned(revision)
 
 
 def _open_file(dataset: str, column: str, columns: frozenset[str], keep: tuple[str, ...]) -> RowSource:
@@ -346,6 +375,7 @@ _BLOCK = 1 << 20
 
 def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFile:
     """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
+    turn = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
     if spec.rows is not None:
         given: RowSource = PythonRows(spec.rows, spec.prompt.column, spec.keep)
         return StreamFile(spec.dataset, partial(_json_lines, given, RowRange(None), spec.dataset, spec.bad_rows))
@@ -353,7 +383,8 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
         if spec.split is not None or spec.config_name is not None:
             flag = "--split" if spec.split is not None else "--config-name"
             raise SpecError(flag, expected="a dataset of the hub, or a folder of one", found=spec.location)
-        return StreamFile(spec.location)
+        _refuse_revision(spec)
+        return StreamFile(spec.location, turn=turn)
     part = RowRange.parse(spec.split)
     source = open_source(
         spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
@@ -361,11 +392,34 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
     if not isinstance(source, Hub | ArcFolder) and part.split not in (None, "train"):
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     revision = None
-    if isinstance(source, Hub):
-        source = source.pinned() if stored is None else replace(source, revision=stored.revision)
+    if isinstance(source, Hub) and source.location is None:
+        source = _pinned(source, spec.dataset_revision, stored)
         revision = source.revision
+    else:
+        _refuse_revision(spec)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
-    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows), revision)
+    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows), revision, turn)
+
+
+def _refuse_revision(spec: DataSpec) -> None:
+    if spec.dataset_revision is not None:
+        raise SpecError("--dataset-revision", expected="a dataset of the hub", found=spec.location)
+
+
+def _pinned(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hub:
+    """Return the dataset at the commit that the run began with, or at the one that is asked for."""
+    if stored is None:
+        return source.pinned(asked)
+    if asked is not None and asked != stored.revision:
+        found = source.pinned(asked).revision
+        if found != stored.revision:
+            raise RunMismatch(
+                f"the run began with another commit of {source.name}",
+                expected=f"--dataset-revision {stored.revision}",
+                found=f"{asked}, which is {found}" if asked != found else found,
+                fix="leave out --dataset-revision, or use another --output",
+            )
+    return replace(source, revision=stored.revision)
 
 
 _ESTIMATED_FROM = 4 << 20

@@ -14,7 +14,7 @@ from pathlib import Path
 from spile.data.arc.prompts import shuffled
 from spile.data.convert import ItemTally, RowSelection, Unique, check_names, check_some, replacing, usable, workspace
 from spile.data.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, stream_name
-from spile.data.sources import open_source
+from spile.data.sources import default_keep, open_source
 from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
 
@@ -73,6 +73,7 @@ def make_streams(
     selection: RowSelection | None = None,
     split: str | None = None,
     config_name: str | None = None,
+    revision: str | None = None,
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
@@ -84,7 +85,10 @@ def make_streams(
     complete, ``streams.json`` last.
     """
     selection = selection or RowSelection()
-    source = open_source(dataset, column=selection.column, split=split, config_name=config_name, keep=selection.keep)
+    keep = selection.keep or default_keep(dataset)
+    source = open_source(
+        dataset, column=selection.column, split=split, config_name=config_name, keep=keep, revision=revision
+    )
     return split_source(
         source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
     )

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from spile.data.tables import RowSource
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpecError, SpileError
 from spile.objects.folder import iterate_ahead
-from spile.spec.identity import StreamIdentity
+from spile.spec.identity import IN_TURN, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import BAD_ROW, Part, Sample, Skip
@@ -213,15 +214,16 @@ class SampleStream:
             if limit is not None and first >= limit:
                 return
             if any(map(wanted, range(first, first + count))):
-                place = f"{self.location} {self._file.unit} {line.number}"
+                place = f"{self.location} {self._file.number(line)}"
                 try:
-                    drafts = list(drafter.drafts(parse_row(line.raw, place), line.index, place, wanted))
+                    row = self._file.row_of(line.index)
+                    drafts = list(drafter.drafts(parse_row(line.raw, place), line.index, place, wanted, row))
                 except DataError as error:
                     if self._spec.bad_rows == "error":
                         raise
                     reason: dict[str, object] = {"error": str(error)[:_MOST_REASON]}
                     yield from (
-                        Skip(index, f"{self._file.unit}-{line.number}", BAD_ROW, reason)
+                        Skip(index, self._file.number(line).replace(" ", "-"), BAD_ROW, reason)
                         for index in range(first, first + count)
                         if wanted(index)
                     )
@@ -339,23 +341,21 @@ def open_stream(
         whole = known or manifest is not None or spec.expect_split is not None
     hashes = BlockHashes(file.location)
     check = partial(_checked_row, file=file, spec=spec, tokenizer=tokenizer, vocabulary=vocabulary)
-    rows, first, drafter = _read_first(file.lines(hashes), check, spec, whole, None if stored is None else stored.head)
+    most = _FirstRows(HEAD // file.streams, HEAD_ROWS // file.streams)
+    most = most if stored is None or stored.head is None else _FirstRows(None, stored.head)
+    rows, first, drafter = _read_first(file.lines(hashes), check, spec, None if whole else most)
     streamed = first is not None
     if drafter is None:
         found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    split = None
-    if not streamed:
-        split = check_stream(file.name, manifest, hashes.hexdigest, file.location, spec.expect_split)
-    if file.name != stream_name(spec.worker_id):
-        split = None  # the file is used under another number, so the split's other streams are unknown
+    streams, split = _split_of(file, spec, manifest, None if streamed else hashes.hexdigest)
     return SampleStream(
         location=file.location,
         sha256=hashes.hexdigest if first is None else first,
         lines=None if streamed else rows,
         prompt=drafter.prompt,
-        streams=None if split is None else len(split.streams),
-        split=None if split is None else split.digest(),
+        streams=streams,
+        split=split,
         _spec=spec,
         _tokenizer=tokenizer,
         _file=file,
@@ -365,14 +365,54 @@ def open_stream(
     )
 
 
+def _split_of(
+    file: StreamFile, spec: DataSpec, manifest: bytes | None, sha256: str | None
+) -> tuple[int | None, str | None]:
+    """Return the number of streams of the split and its name, if they are known. ``sha256``: of a file read whole."""
+    split = None
+    if sha256 is not None:
+        split = check_stream(file.name, manifest, sha256, file.location, spec.expect_split)
+    if spec.of_streams is not None:
+        return spec.of_streams, IN_TURN if file.revision is None else f"{IN_TURN} of {file.revision}"
+    if split is None or file.name != stream_name(spec.worker_id):
+        return None, None  # a file under another number: the split's other streams are unknown
+    return len(split.streams), split.digest()
+
+
+class _FirstRows(NamedTuple):
+    """How much of a dataset is read before the run. An earlier run has fixed the number of rows."""
+
+    size: int | None
+    rows: int
+
+    def reached(self, size: int, rows: int) -> bool:
+        return rows >= self.rows or (self.size is not None and size >= self.size)
+
+
+def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
+    """Return whether the dataset is larger than what is read before a run, and has at least so many rows.
+
+    Raises:
+        DataError: The first row cannot be used.
+
+    """
+    size, most = 0, _FirstRows(HEAD, HEAD_ROWS)
+    for rows, line in enumerate(file.lines(), 1):
+        if rows == 1:
+            resolve(prompt, parse_row(line.raw, file.location), file.location)
+        size += len(line.raw)
+        if rows >= least and most.reached(size, rows):
+            return True
+    return False
+
+
 def _read_first(
     lines: Iterator[Line],
     check: Callable[[Line, Drafter | None], Drafter | None],
     spec: DataSpec,
-    whole: bool,
-    head: int | None,
+    most: _FirstRows | None,
 ) -> tuple[int, str | None, Drafter | None]:
-    """Read and check the first rows, or all if ``whole``. ``head``: how many, if an earlier run decided it.
+    """Read and check the first rows, at most so many; all without a limit.
 
     Returns:
         The number of rows; their hash if more rows follow; the drafter that the first usable row decides.
@@ -386,11 +426,11 @@ def _read_first(
         if last is None or line.index < last:
             drafter = check(line, drafter)
             last = None if drafter is None else lines_needed(spec, drafter.prompt)
-        if whole:
+        if most is None:
             continue
         first.append(line)
         size += len(line.raw)
-        if (size >= HEAD or rows >= HEAD_ROWS) if head is None else rows >= head:
+        if most.reached(size, rows):
             return rows, head_hash(first).hexdigest(), drafter
     return rows, None, drafter
 
@@ -408,7 +448,7 @@ def _checked_row(
     fast = drafter is not None and drafter.prompt.kind == "arc" and not drafter.keep
     if fast and passes_fast_check(line.raw) is not None:
         return drafter
-    place = f"{file.location} {file.unit} {line.number}"
+    place = f"{file.location} {file.number(line)}"
     try:
         row = parse_row(line.raw, place)
         checked = drafter or Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)

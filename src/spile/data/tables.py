@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_
 from spile.spec.run import EVERY_FIELD
 
 Result = TypeVar("Result")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _FOOTERS = 8
 """Footers of Parquet files that are fetched at once, to find the file with a row."""
 _BATCH_ROWS, _BATCH_BYTES = 256, 64 << 20
@@ -199,29 +201,35 @@ class Hub:
     revision: str | None = None
     """The commit that is read; None reads the newest one."""
 
-    def pinned(self) -> Hub:
-        """Return the same dataset at its newest commit. A local folder has none, and a hub may not tell it."""
+    def pinned(self, revision: str | None = None) -> Hub:
+        """Return the dataset at the commit of a branch or tag, by default at the newest one.
+
+        A local folder has none. If the hub does not tell it and no ``revision`` is asked for, it stays open.
+        """
         if self.location is not None or find_spec("datasets") is None:
             return self
+        if revision is not None and _COMMIT.fullmatch(revision):
+            return replace(self, revision=revision)
 
         def attempt() -> str | None:
             try:
                 _reach(self.name)
-                return newest_revision(self.name)
+                return commit_of(self.name, revision)
             except Exception as error:
                 raise self._classify(error) from error
 
         try:
             return replace(self, revision=self._retry(attempt))
         except SpileError as error:
-            if isinstance(error.__cause__, RequestFailure):
+            if isinstance(error.__cause__, RequestFailure) or revision is not None:
                 raise
             return self  # the cache may have it; otherwise reading it fails with an error that says more
 
     @property
     def origin(self) -> dict[str, object]:
         """The dataset's name, split and configuration."""
-        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name}
+        pin = {} if self.revision is None else {"revision": self.revision}
+        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name, **pin}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield rows from ``start``. If the hub becomes unreachable, retry from the first row that was not received."""
@@ -358,10 +366,14 @@ class Hub:
     def _failed(self, error: Exception) -> SpileError:
         """Translate an exception of the library to one of ours, with a way to fix it."""
         from datasets.exceptions import DatasetNotFoundError
+        from huggingface_hub.errors import RevisionNotFoundError
 
         name, message = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if _no_network(error):
             return _unreachable(name, message)
+        if isinstance(error, RevisionNotFoundError):
+            expected = "a branch, tag or commit of the dataset"
+            return DataError(f"--dataset-revision of {name}", expected=expected, found="none with this name")
         if isinstance(error, DatasetNotFoundError):
             return DataError(
                 f"no dataset {name} on the hub, or no access to it",
@@ -373,11 +385,11 @@ class Hub:
         return StoreError(f"{name} cannot be read", found=message)
 
 
-def newest_revision(name: str) -> str | None:
-    """Return the newest commit of a dataset on the hub."""
+def commit_of(name: str, revision: str | None) -> str | None:
+    """Return the commit of a dataset's branch or tag on the hub; without a name the newest one."""
     from huggingface_hub import HfApi
 
-    return HfApi().dataset_info(name, timeout=30).sha
+    return HfApi().dataset_info(name, revision=revision, timeout=30).sha
 
 
 def _unreachable(name: str, message: str) -> StoreError:

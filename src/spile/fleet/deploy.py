@@ -142,6 +142,7 @@ def split_streams(
             selection=selection,
             split=RowRange.parse(data.split).split,
             config_name=data.config_name,
+            revision=data.dataset_revision,
             seed=data.seed,
         )
         bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"

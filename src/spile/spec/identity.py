@@ -13,6 +13,8 @@ from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
+IN_TURN = "rows in turn"
+"""The split of a dataset whose streams read its rows in turn, instead of files of their own."""
 _NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer", "folders")
 
 
@@ -137,4 +139,5 @@ class StreamIdentity:
             "taps": [str(tap) for tap in self.taps],
             **({"shapes": {tap: list(shape) for tap, shape in self.shapes.items()}} if self.shapes else {}),
             **({} if self.head is None else {"head": self.head, "revision": self.revision}),
+            **({"streams": self.streams} if (self.split or "").startswith(IN_TURN) else {}),
         }

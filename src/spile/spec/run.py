@@ -189,6 +189,12 @@ class DataSpec:
         None, "The split of a hub dataset, or a part of it: train[:1000].", "Data", default="train"
     )
     config_name: str | None = option(None, "The configuration of a hub dataset.", "Data")
+    dataset_revision: str | None = option(
+        None, "The branch, tag or commit of a hub dataset.", "Data", default="its newest commit, which a resume keeps"
+    )
+    of_streams: int | None = option(
+        None, "Read only every N-th row, from row --worker-id on; --num-workers sets it.", "Data", flag=False
+    )
     keep: tuple[str, ...] = option(
         (),
         "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
@@ -202,6 +208,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         within("--worker-id", self.worker_id, 0, 99_999)
+        within("of_streams", self.of_streams, self.worker_id + 1, 100_000)
         within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
         within("--max-samples", self.max_samples, 1, 1 << 40)
         within("--max-tokens", self.max_tokens, 1, 1 << 50)

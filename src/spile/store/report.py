@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spile.spec.amounts import counted
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 
@@ -153,6 +154,11 @@ class Report:
     """The flags that limited the samples of each stream, such as ``--max-samples 100``."""
     unchecked: tuple[str, ...] = ()
     """What could not be checked, and why."""
+
+    def __repr__(self) -> str:
+        found = counted(len(self.all_problems), "problem") if self.all_problems else "proven"
+        samples = counted(sum(stream.samples for stream in self.streams), "sample")
+        return f"<report on {self.root}, {found}: {samples} in {counted(len(self.streams), 'stream')}>"
 
     @property
     def all_problems(self) -> tuple[Problem, ...]:

@@ -123,6 +123,12 @@ class Summary:
     quarantined: tuple[Skip, ...] = ()
     """The samples that were set aside because workers end when they compute them."""
 
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "interrupted" if self.interrupted else "incomplete"
+        skipped = f", {self.skipped:,} skipped" if self.skipped else ""
+        held = f"{counted(self.samples, 'sample')}{skipped}, {counted(self.tokens, 'token')}, {size(self.bytes)}"
+        return f"<run into {self.root}, {state}: {held}>"
+
     @property
     def exit_code(self) -> int:
         """0, or 130 if the run was interrupted."""

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.prompts import kept_fields
+from spile.data.sources import default_keep
 from spile.data.stream import SampleStream, open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import ModelError, RunMismatch, SpecError, UnsupportedModel, untrusted
@@ -454,14 +455,10 @@ def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:
     )
 
 
-_WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
-"""Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
-
-
 def _fields_to_keep(data: DataSpec, known: RunIdentity | None) -> tuple[str, ...]:
     """Return the fields to store with each sample: those named, those of the existing run, or all short ones."""
     if data.keep or data.prompt.pack:
         return data.keep
     if known is not None:
         return known.keep
-    return (EVERY_FIELD,) if data.rows is not None or data.location.endswith(_WITH_FIELDS) else ()
+    return (EVERY_FIELD,) if data.rows is not None else default_keep(data.location)

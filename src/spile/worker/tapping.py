@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.sources import PythonRows, RowRange, open_source
+from spile.data.sources import PythonRows, RowRange, open_source, refuse_no_rows
 from spile.data.stream import make_samples
 from spile.data.tables import RowSource
 from spile.data.tokens import Tokenizer, load_tokenizer
@@ -134,7 +134,8 @@ class Activations(Sequence[TappedSample]):
     def __repr__(self) -> str:
         tokens = sum(len(sample) for sample in self._samples)
         taps = ", ".join(self.taps[:3]) + (f" and {len(self.taps) - 3} more" if len(self.taps) > 3 else "")
-        return f"<activations of {counted(len(self), 'sample')}, {counted(tokens, 'token')}: {taps}>"
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"<activations of {counted(len(self), 'sample')}{skipped}, {counted(tokens, 'token')}: {taps}>"
 
     def _repr_html_(self) -> str:
         return "".join(sample._repr_html_() for sample in self._samples[:5]) + (
@@ -238,8 +239,11 @@ class Model:
                     "data", expected="a list of texts, or a dataset", found=found, fix="pass a list: [text]"
                 )
             part = RowRange.parse(spec.data.split)
-            source = open_source(data, column=spec.data.prompt.column, split=part.split)
+            source = open_source(
+                data, column=spec.data.prompt.column, split=part.split, revision=spec.data.dataset_revision
+            )
         else:
+            refuse_no_rows(data, once=True)
             source = PythonRows(data, spec.data.prompt.column, (EVERY_FIELD,))
         location = data if isinstance(data, str) else source.origin["dataset"]
         keep = replace(spec.data, keep=() if isinstance(data, str) else (EVERY_FIELD,))

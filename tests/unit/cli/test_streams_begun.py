@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
 from spile.cli.engines import _stream_count
 from spile.fleet.deploy import prepare_streams
+from spile.launch.local import LocalEngine
+from spile.launch.supervisor import StreamTask, WorkerEnd
+from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, RunSpec
 from unit.cli.refusals import SMALL, lines, spile
 
@@ -74,3 +78,77 @@ def test_rows_that_are_not_selected_do_not_count(tmp_path: Path) -> None:
     data.write_text("text\n" + "a b\n" * 100)
     spec = RunSpec(data=DataSpec(dataset=str(data), split="train[:3]"))
     assert _stream_count(str(data), spec, 4) == 3
+
+
+ROWS = 300
+"""More than a run reads before it begins: that is lowered to 200."""
+
+
+def large_csv(file: Path, edited: int | None = None, rows: int = ROWS) -> Path:
+    texts = (f'"say ""{n}"", fox",{n % 3},s{n}' if n != edited else "dog,0,s" for n in range(rows))
+    file.write_text("\ufeffprompt,label,source\n" + "".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return file
+
+
+def run_in_turn(tmp_path: Path, out: Path, *words: object) -> int:
+    """Run ``extract --num-workers 2`` on a large CSV file, with the workers in this process."""
+    data = ("--dataset", tmp_path / "large.csv", "--column", "prompt", "--output", out)
+    return spile("extract", "--model", "embedded", "--num-workers", 2, *data, *SMALL, *words)
+
+
+def kept(out: Path) -> list[tuple[str, str, str]]:
+    """Return the name and the fields of each sample."""
+    return sorted((ref.task_id, ref.kept["label"], ref.kept["source"]) for ref in open_dataset(str(out)).samples)
+
+
+class InProcess(LocalEngine):
+    """Runs each worker in the process of the test, one after the other."""
+
+    def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:
+        self.ends = [*getattr(self, "ends", ()), WorkerEnd(task.stream, spile(*task.words), "", "")]
+
+    def wait(self, seconds: float) -> Sequence[WorkerEnd]:
+        ends, self.ends = self.ends, []
+        return ends
+
+
+def test_workers_read_a_large_dataset_in_turn(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row is written to a folder of streams; labels are those of one worker; an edit is found."""
+    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
+    monkeypatch.setattr("spile.data.stream.HEAD_ROWS", 200)
+    large_csv(tmp_path / "large.csv")
+    out = tmp_path / "out"
+    assert run_in_turn(tmp_path, out, "--max-samples", 4) == 0
+    printed = capfd.readouterr()
+    assert "large.csv is read during the run, its rows by 2 streams in turn" in printed.out + printed.err
+    assert not (out / "streams").exists()
+    assert kept(out) == [(f"line-{n}", str(n % 3), f"s{n}") for n in range(8)]
+    assert spile("verify", out) == 0
+    assert run_in_turn(tmp_path, out, "--max-samples", 6) == 0
+    assert len(open_dataset(str(out))) == 12
+    for words, message in (
+        (("--num-streams", 3), "--num-streams: expected 2, as the run began, found 3"),
+        (("--split", "train[:9]"), "holds streams of another dataset: expected --dataset"),
+    ):
+        capfd.readouterr()
+        assert run_in_turn(tmp_path, out, *words) == 2
+        assert message in capfd.readouterr().err
+    large_csv(tmp_path / "large.csv", edited=5)
+    capfd.readouterr()
+    assert run_in_turn(tmp_path, out, "--max-samples", 6) == 2
+    printed = capfd.readouterr()
+    assert "was created for another stream" in printed.out + printed.err
+
+
+def test_a_small_csv_file_keeps_its_labels_with_many_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
+    large_csv(tmp_path / "large.csv", rows=9)
+    out = tmp_path / "out"
+    assert run_in_turn(tmp_path, out, "--num-streams", 2) == 0, capfd.readouterr()
+    assert [fields for _, *fields in sorted(kept(out), key=lambda ref: ref[2])] == [
+        [str(n % 3), f"s{n}"] for n in range(9)
+    ]

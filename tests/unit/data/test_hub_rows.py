@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from spile.data.sources import open_input
 from spile.data.stream import open_stream
 from spile.data.tables import Hub
 from spile.data.tokens import Tokenizer
+from spile.errors import RunMismatch, SpecError
 from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec
@@ -59,7 +61,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", Files)
     monkeypatch.setattr(Hub, "_parquet_files", sorted(map(str, folder.iterdir())))
     monkeypatch.setattr("spile.data.tables._reach", lambda _: None)
-    monkeypatch.setattr("spile.data.tables.newest_revision", lambda _: "abc")
+    monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: "abc")
     return names
 
 
@@ -77,10 +79,26 @@ def test_rows_from_any_row_on(opened: list[str]) -> None:
 def test_a_run_continues_with_the_commit_that_it_began_with(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     spec = DataSpec(dataset="someone/rows")
     assert open_input(spec).revision == "abc"
-    monkeypatch.setattr("spile.data.tables.newest_revision", lambda _: "newer")
+    monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: "newer")
     stored = StreamIdentity("someone/rows", "0", None, None, (), head=3, revision="abc")
     assert open_input(spec, stored).revision == "abc"
     assert open_input(spec).revision == "newer"
+
+
+def test_a_revision_is_resolved_to_its_commit(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {"v1": "abc", "v2": "def", None: "def"}
+    monkeypatch.setattr("spile.data.tables.commit_of", lambda _, revision: commits[revision])
+    old = DataSpec(dataset="someone/rows", dataset_revision="v1")
+    assert open_input(old).revision == "abc"
+    assert open_input(DataSpec(dataset="someone/rows", dataset_revision=COMMIT)).revision == COMMIT
+    stored = StreamIdentity("someone/rows", "0", None, None, (), head=3, revision="abc")
+    assert (
+        open_input(old, stored).revision == open_input(replace(old, dataset_revision="abc"), stored).revision == "abc"
+    )
+    with pytest.raises(RunMismatch, match=r"expected --dataset-revision abc, found v2, which is def. Leave out"):
+        open_input(replace(old, dataset_revision="v2"), stored)
+    with pytest.raises(SpecError, match="--dataset-revision: expected a dataset of the hub, found embedded"):
+        open_input(DataSpec(dataset_revision="v1"))
 
 
 def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
@@ -102,12 +120,18 @@ def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
 READ = """
 import json, sys
 from spile.data.stream import open_stream
+from spile.errors import DataError
 from spile.data.tokens import load_tokenizer
 from spile.models import model_files
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec
 
-stream = open_stream(DataSpec(dataset="someone/rows"), load_tokenizer(model_files.find("embedded").tokenizer_folder))
+data = DataSpec(dataset="someone/rows", dataset_revision="main")
+try:
+    open_stream(DataSpec(dataset="someone/rows", dataset_revision="v9"), None)
+except DataError as error:
+    print(error)
+stream = open_stream(data, load_tokenizer(model_files.find("embedded").tokenizer_folder))
 rows = stream.read(Ranges())
 first = next(rows)
 rows.close()
@@ -125,4 +149,5 @@ def test_the_first_sample_of_a_large_dataset_needs_a_part_of_it(tmp_path: Path) 
         )
         head, revision, index, name, parts = json.loads(done.stdout.splitlines()[-1])
         assert (head, revision, index, name) == (50_000, COMMIT, 0, "0")
+        assert "--dataset-revision of someone/rows: expected a branch, tag or commit" in done.stdout
         assert parts < 25, "of 25 parts"

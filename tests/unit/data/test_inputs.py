@@ -159,7 +159,7 @@ def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(hub, "_reach", lambda _: None)
-    monkeypatch.setattr(hub, "newest_revision", lambda _: None)
+    monkeypatch.setattr(hub, "commit_of", lambda *_: None)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "60")
     spec = DataSpec(dataset="someone/reviews", split="train[:3]", config_name="plain", keep=("label",))
     stream = open_stream(spec, chatml)

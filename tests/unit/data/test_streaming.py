@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,51 @@ def test_packed_documents_of_a_streamed_dataset(tmp_path: Path, chatml: Tokenize
 def test_the_hash_of_a_part_depends_on_every_row() -> None:
     rows = [Line(n, n + 1, b'{"text": "%d"}' % n) for n in range(3)]
     assert len({hash_lines(rows), hash_lines(rows[:2]), hash_lines(rows[::-1])}) == 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_streams_that_read_rows_in_turn_share_the_dataset(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / name, ROWS)
+    one = {item.task_id: item for item in open_stream(spec, chatml, whole=True).read(NONE) if isinstance(item, Sample)}
+    seen: list[str] = []
+    for number in range(3):
+        own = replace(spec, worker_id=number, of_streams=3)
+        stream = open_stream(own, chatml)
+        assert (stream.streams, stream.split, stream.lines) == (3, "rows in turn", None)
+        items, reader = read_all(stream)
+        samples = [item for item in items if isinstance(item, Sample)]
+        assert [item.index for item in samples] == list(range(len(ROWS[number::3])))
+        assert [item.task_id for item in samples] == [f"line-{row}" for row in range(number, 100, 3)]
+        assert all((item.tokens == one[item.task_id].tokens).all() for item in samples)
+        assert all(item.kept == one[item.task_id].kept for item in samples)
+        seen += [item.task_id for item in samples]
+        assert reader.total == len(samples)
+        again, _ = read_all(stream, Ranges([(0, 11)]), reader.parts, reader.total)
+        assert [item.index for item in again] == list(range(11, len(samples)))
+        for edited, words in ((60 + number, "changed since"), (None, "has grown since|changed since")):
+            rows = [{**row, "text": "dog"} if n == edited else row for n, row in enumerate(ROWS)]
+            write(tmp_path / name, rows if edited is not None else [*ROWS, *ROWS[:3]])
+            with pytest.raises(DataError, match=words):
+                open_stream(own, chatml).compare(reader.parts, reader.total)
+        write(tmp_path / name, ROWS)
+    assert sorted(seen) == sorted(one), "each row is in one stream"
+
+
+def test_another_number_of_streams_in_turn_is_another_stream(tmp_path: Path, chatml: Tokenizer) -> None:
+    spec = write(tmp_path / "x.jsonl", [ROWS[0]] * 100)
+    compared = [
+        StreamIdentity("", found.sha256, None, None, (), found.streams, found.split, head=6).compared()
+        for found in (open_stream(replace(spec, of_streams=count), chatml) for count in (2, 3))
+    ]
+    assert compared[0] != compared[1]
+
+
+def test_a_bad_row_belongs_to_one_stream(tmp_path: Path, chatml: Tokenizer) -> None:
+    rows: list[dict[str, Any]] = [*ROWS[:60], {"text": 7}, *ROWS[60:]]
+    spec = replace(write(tmp_path / "x.jsonl", rows), bad_rows="skip", of_streams=2)
+    skipped = []
+    for number in range(2):
+        items, reader = read_all(open_stream(replace(spec, worker_id=number), chatml))
+        skipped.append([(item.index, item.task_id) for item in items if isinstance(item, Skip)])
+        assert reader.total == (51, 50)[number]
+    assert skipped == [[(30, "line-61")], []]

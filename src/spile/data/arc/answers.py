@@ -151,7 +151,7 @@ def score_answers(
 def read_tasks(location: str) -> dict[str, Task]:
     """Return the tasks of a dataset by id."""
     file = open_input(DataSpec(dataset=location))
-    places = ((line, f"{location} {file.unit} {line.number}") for line in file.lines())
+    places = ((line, f"{location} {file.number(line)}") for line in file.lines())
     return {task.task_id: task for task in (task_of(parse_row(line.raw, place), place) for line, place in places)}
 
 
