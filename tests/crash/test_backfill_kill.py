@@ -156,7 +156,7 @@ def test_the_command_killed_in_the_middle(tmp_path: Path) -> None:
     adding = words("extract", "--add-taps", "mlp.3", "residual.1", "--to", root, "--batch-size", "1")
     process = subprocess.Popen(adding)
     deadline = time.monotonic() + 200
-    while not list(root.glob("tpu_0/added_*/commits/*.json")):
+    while not list(root.glob("stream_0/added_*/commits/*.json")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)

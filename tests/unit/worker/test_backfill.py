@@ -116,12 +116,12 @@ def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest
 
 def test_again_there_is_nothing_to_do(with_added: Path) -> None:
     base = with_added
-    commits = sorted(base.glob("tpu_0/added_*/commits/*"))
+    commits = sorted(base.glob("stream_0/added_*/commits/*"))
     assert commits
     again = add_taps(backfill(base))
     assert (again.complete, again.progress.samples, again.samples) == (True, 0, 8)
     assert "nothing was left to do" in again.device
-    assert sorted(base.glob("tpu_0/added_*/commits/*")) == commits
+    assert sorted(base.glob("stream_0/added_*/commits/*")) == commits
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_another_model_or_tokenizer_is_refused(made: Path, base: Path, tmp_path:
 def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, with_added: Path) -> None:
     base = with_added
     extract(spec(made, "unused", output=str(base), checkpointing=False, overwrite=True))
-    assert not list(base.glob("tpu_0/added_*/**/*.safetensors"))
+    assert not list(base.glob("stream_0/added_*/**/*.safetensors"))
     assert spile.open(str(base)).taps == ("residual.0", "residual.2")
     assert verify(str(base)).ok
     add_taps(backfill(base))
@@ -220,8 +220,8 @@ def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, with_added
     """As an older version, which did not know added taps, would leave it."""
     other = tmp_path / "other"
     extract(spec(made, "unused", output=str(other)))
-    (folder,) = with_added.glob("tpu_0/added_*")
-    shutil.copytree(folder, other / "tpu_0" / folder.name)
+    (folder,) = with_added.glob("stream_0/added_*")
+    shutil.copytree(folder, other / "stream_0" / folder.name)
     assert spile.open(str(other)).taps == ("residual.0", "residual.2")
     assert verify(str(other)).ok
     add_taps(backfill(other))
@@ -231,7 +231,7 @@ def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, with_added
 
 def test_damage_to_what_was_added_is_found(with_added: Path) -> None:
     base = with_added
-    shard = sorted(base.glob("tpu_0/added_*/shard_*"))[0]
+    shard = sorted(base.glob("stream_0/added_*/shard_*"))[0]
     data = bytearray(shard.read_bytes())
     data[5000] ^= 1
     shard.write_bytes(data)
@@ -243,7 +243,7 @@ def test_damage_to_what_was_added_is_found(with_added: Path) -> None:
 
 def test_garbage_of_an_addition(with_added: Path) -> None:
     base = with_added
-    (folder,) = base.glob("tpu_0/added_*")
+    (folder,) = base.glob("stream_0/added_*")
     orphan = folder / "shard_0009-abcdef.safetensors"
     orphan.write_bytes(b"x" * 100)
     report = verify(str(base), gc=True, remove=True, older_than=-1)
@@ -280,7 +280,7 @@ def test_the_command(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert code("extract", "--add-taps", "mlp.1,attn.0", "--to", str(base), "--batch-tokens", "64") == 0
     message = " ".join(capsys.readouterr().out.split())
-    assert f"activations {base}/tpu_0: attn.0, mlp.1" in message
+    assert f"activations {base}/stream_0: attn.0, mlp.1" in message
     assert f"spile verify {base}" in message
     assert code("verify", str(base)) == 0
     assert "2 taps added row for row" in " ".join(capsys.readouterr().out.split())
