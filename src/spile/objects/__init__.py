@@ -18,7 +18,6 @@ from spile.objects.folder import (
     possible_prefix,
     read_chunks,
 )
-from spile.objects.local import LocalFolder
 
 __all__ = [
     "Folder",
@@ -49,6 +48,8 @@ def open_folder(url: str) -> Folder:
         SpecError: The text names no folder.
 
     """
+    from spile.objects.local import LocalFolder
+
     scheme, separator, rest = url.partition("://")
     if not separator:
         if not url:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,21 +19,22 @@ import numpy.typing as npt
 from spile.objects.folder import read_ahead
 from spile.objects.machine import local_cores
 from spile.reading.rows import RowBatch, Selection, context_of
-from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk
+from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk, row_keys
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
 from spile.store.shard import notes_of
 from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
-from spile.store.streams import Stream
+
+if TYPE_CHECKING:
+    from spile.store.streams import Stream
 
 _OPEN_BYTES = 320_000_000
 """Bytes that open shards may hold: token ids and roles take five bytes per token, and a small shard is held whole."""
 _RUN_BYTES = 4 << 20
 """Bytes that are read, checked and copied at once, approximately."""
 _BUCKET_THREADS = 16
-_ROW_BITS = 32
 _DISK_THREADS = 4
 
 _Array = npt.NDArray[Any]
@@ -95,7 +96,7 @@ class MemoryStream(NamedTuple):
         return self.shard
 
 
-_Shards = Sequence[tuple[Stream | MemoryStream, ShardRecord]]
+_Shards = Sequence[tuple["Stream | MemoryStream", ShardRecord]]
 
 
 class _SampleTable(NamedTuple):
@@ -438,11 +439,6 @@ def _all_of_window(mask: npt.NDArray[np.bool_], window: int) -> npt.NDArray[np.b
     for before in range(1, window):
         found[before:] &= mask[:-before]
     return found
-
-
-def row_keys(samples: _Numbers, offsets: _Numbers) -> _Numbers:
-    """Return numbers that order rows by sample and by their place in it."""
-    return np.asarray((samples << _ROW_BITS) + offsets)
 
 
 class JointBlocks:

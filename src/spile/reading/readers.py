@@ -116,14 +116,12 @@ class ShuffledReaders(ABC):
     ) -> Shuffled:
         """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
-        Each epoch gives every selected row once. If all rows fit in the shuffle buffer, the order is a full
-        permutation; otherwise it is a two-level shuffle, see :mod:`spile.reading.shuffle_order`.
+        Each epoch gives every selected row once, in the order that :mod:`spile.reading.shuffle_order` describes.
 
         Args:
             tap: A tap, or a sequence of taps.
             batch_rows: Rows of a batch.
-            order: ``random``: samples of the whole dataset are mixed. ``data``: rows are mixed with those of samples
-                that follow each other in the data, as :func:`spile.stream` does it without storing them.
+            order: ``random`` mixes all samples, ``data`` those next to each other, as :func:`spile.stream` does.
             seed: Chooses the order.
             epochs: Passes over the rows. None: no end, and all batches are full.
             memory: Size of the shuffle buffer in bytes.
@@ -144,20 +142,13 @@ class ShuffledReaders(ABC):
             wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
                 ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
-        if isinstance(context, bool) or context == 1:
-            window = 1
-        elif context > 1:
-            window, context = context, False
-        else:
-            raise UserError("context", expected="True, False or a number of tokens from 2", found=context)
+        known, window = _parse_context(context)
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        blocks = BlockOptions(selection_of(**wanted), bool(context), window, streams, page_cache is not False)
+        blocks = BlockOptions(selection_of(**wanted), known, window, streams, page_cache is not False)
         source = self._source(names, blocks)
         sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
         spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}
-        known = {**self._described(source, names), "selection": source.selection.describe()}
-        known |= {"context": window} if window > 1 else {}
-        chosen = _order(source, order, part, sizes, spec, known)
+        chosen = _order(source, order, part, sizes, spec, self._described(source, names))
         start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
         return Shuffled(chosen, epochs=epochs, dtype=dtype, single=single, start=start, scratch=scratch)
@@ -204,6 +195,15 @@ class ShuffledReaders(ABC):
         return GrainRows(self, tap, **how)
 
 
+def _parse_context(context: bool | int) -> tuple[bool, int]:
+    """Return whether batches have tokens, roles and positions, and the number of rows that each token is given with."""
+    if isinstance(context, bool) or context == 1:
+        return bool(context), 1
+    if context < 1:
+        raise UserError("context", expected="True, False or a number of tokens from 2", found=context)
+    return False, context
+
+
 def _order(
     source: _Blocks,
     order: RowOrder,
@@ -234,7 +234,9 @@ def _order(
         **spec,
     )
     plan = ShufflePlan(shuffle, source.samples, source.rows, source.remote) if order == "random" else DataPlan(shuffle)
-    return ShuffleOrder(plan, source, identity, source.selection.by_norm)
+    known = {**identity, "selection": source.selection.describe()}
+    known |= {"context": source.window} if source.window > 1 else {}
+    return ShuffleOrder(plan, source, known, source.selection.by_norm)
 
 
 class DeviceBatches(Iterator[Any]):

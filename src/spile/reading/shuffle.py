@@ -22,9 +22,8 @@ import numpy.typing as npt
 from spile.errors import StoreError, UserError
 from spile.objects.folder import iterate_ahead, read_ahead
 from spile.objects.local import reserve
-from spile.reading.blocks import row_keys
 from spile.reading.rows import RowBatch
-from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder
+from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder, row_keys
 from spile.store.statistics import widened
 
 _AHEAD = 3

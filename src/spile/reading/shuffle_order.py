@@ -24,13 +24,15 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
 from json import dumps
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import SpecError, UserError
-from spile.reading.rows import RowBatch
+
+if TYPE_CHECKING:
+    from spile.reading.rows import RowBatch
 
 MEMORY = 2 << 30
 """Default size of the shuffle buffer in bytes."""
@@ -48,8 +50,15 @@ _SMALLEST_PART = 32
 _LEAST_BLOCKS = 64
 """Blocks of each of several readers, at least: readers have equally many blocks, and about equally many rows."""
 
+_ROW_BITS = 32
+
 _Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]
+
+
+def row_keys(samples: _Numbers, offsets: _Numbers) -> _Numbers:
+    """Return numbers that order rows by sample and by their place in it."""
+    return np.asarray((samples << _ROW_BITS) + offsets)
 
 
 @dataclass(frozen=True)
