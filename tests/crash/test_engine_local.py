@@ -122,6 +122,7 @@ def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
     assert sum(stream.samples for stream in report.streams) == 47
 
 
+@pytest.mark.slow
 def test_one_interrupt_commits_and_stops_all(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--engine", "local", "--num-workers", "2"]
     run = start(tmp_path, *words, "--shard-size-gb", "1e-6", "--predictions-per-task", "64", *SMALL)
@@ -184,6 +185,7 @@ def test_the_command_that_starts_the_workers_has_no_jax_itself(tmp_path: Path) -
     assert (ran.returncode, ran.stdout) == (2, "False\n"), ran.stderr
 
 
+@pytest.mark.slow
 def test_a_command_that_every_worker_refuses_ends_soon_with_its_line(streams: Path, tmp_path: Path) -> None:
     words = ["--dataset-dir", str(streams), "--output", "out", "--num-workers", "2", "--layers", "77"]
     code, out = finish(start(tmp_path, *words))

@@ -158,6 +158,7 @@ def test_the_notebook_goes_from_extraction_to_a_plot(tmp_path: Path) -> None:
     assert "fires on" in fires
 
 
+@pytest.mark.slow
 def test_the_tutorial_answers_its_question(tmp_path: Path) -> None:
     """The cell above can be read from layer 4 on. The last cell draws the plot and is left out without matplotlib."""
     *cells, plot = code_cells(TUTORIAL)

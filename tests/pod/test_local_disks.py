@@ -16,6 +16,7 @@ from spile.objects import open_folder
 from spile.store.stream import read_stream
 from spile.store.verification import verify
 
+pytestmark = pytest.mark.slow
 WORDS = (
     "extract --model embedded --dataset embedded --max-samples 12 --max-seq-length 64 --layers 1 --batch-size 1",
     "--shard-size-gb 1e-5 --output ./activations --barrier-timeout 150 --num-processes 2",

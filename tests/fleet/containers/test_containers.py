@@ -56,6 +56,7 @@ def test_every_host_runs_one_with_its_place(pod: Hosts, project: Path, tmp_path:
     assert pod.processes() == []
 
 
+@pytest.mark.slow
 def test_one_that_fails_stops_all_after_a_chance_to_commit(pod: Hosts, project: Path, tmp_path: Path) -> None:
     here = tmp_path / "up"
     here.mkdir()

@@ -39,6 +39,7 @@ def calls(bare: Hosts, number: int) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_run_install_puts_this_version_on_path_once(bare: Hosts, project: Path) -> None:
     code, out, err = finish(spile(project, "run", *bare.flags(0, 1), "--install", "--", "which spile; spile --version"))
     assert (code, err) == (0, ""), out

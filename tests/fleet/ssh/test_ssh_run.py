@@ -143,6 +143,7 @@ def test_a_runner_that_is_killed_leaves_nothing(hosts: Hosts, project: Path) -> 
     assert wait_until(lambda: hosts.processes() == [])
 
 
+@pytest.mark.slow
 def test_the_copy_is_a_mirror_that_keeps_what_the_host_made(hosts: Hosts, project: Path) -> None:
     first, out, _ = finish(
         spile(project, "run", *hosts.flags(0), "--quiet", "--", "mkdir .venv; echo made > .venv/made; echo x > main.py")

@@ -156,6 +156,7 @@ def test_a_tokenizer_of_another_model(refused: Refuse, tmp_path: Path, fresh: Pa
     assert "expected tokens below the model's vocabulary of 16, found " in line
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_tokens_that_no_sample_has(tmp_path: Path, fresh: Path, texts: Path) -> None:
     """Many models have one; it is not an error."""
     from spile.data.tokens import load_tokenizer

@@ -53,6 +53,7 @@ main(sys.argv[2:])
 _YEAR = 365 * 86400
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_years_off_changes_nothing_that_counts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ def small(streams: Path, output: object) -> RunSpec:
     return RunSpec(data=DataSpec(dataset_dir=str(streams)), taps=("residual.0-1",), output=str(output))
 
 
-@pytest.mark.parametrize("place", ["disk", "gcs"])
+@pytest.mark.parametrize("place", [pytest.param("disk", marks=pytest.mark.slow), "gcs"])
 def test_a_worker_runs_the_stream_that_it_is_given(
     place: str, tmp_path: Path, streams: Path, request: pytest.FixtureRequest
 ) -> None:

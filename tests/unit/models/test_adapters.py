@@ -140,6 +140,7 @@ def test_layers_that_were_saved_whole_are_refused_with_what_to_do(tmp_path: Path
         model_files.find(str(model)).adapted(find_adapter(str(adapter))).adapter.changes({})  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
     embedded = model_files.find("embedded").tokenizer_folder
     modules = ["model.layers.0.self_attn.q_proj", "model.layers.3.mlp.down_proj"]

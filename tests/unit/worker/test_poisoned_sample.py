@@ -166,6 +166,7 @@ def test_a_sample_without_room_is_quarantined_by_one_worker(tmp_path: Path) -> N
     assert any("to find the sample at fault" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_sample_without_room_of_a_dataset_that_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model; the number of samples is not known before all have been read."""
     monkeypatch.setattr(stream_module, "HEAD", 20)

@@ -78,6 +78,7 @@ def test_rows_are_those_of_the_store(made: Path) -> None:
         np.testing.assert_allclose(stored_longer, longer, atol=2**-12 * norm.max())
 
 
+@pytest.mark.slow
 def test_a_bfloat16_run_is_judged_by_the_noise_of_bfloat16(made: Path, tmp_path: Path) -> None:
     spec = ExtractSpec(
         model=str(made / "model"),
