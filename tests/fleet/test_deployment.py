@@ -126,17 +126,17 @@ def test_a_refused_task_is_reported_and_its_machine_deleted(world: World) -> Non
     assert world.cloud.cloud.nodes("-") == []
 
 
-def test_deploy_without_monitor_then_one_look(world: World, prompt: Prompt) -> None:
+def test_deploy_without_monitor_then_one_look(world: World) -> None:
     """Without a monitor, machines finish and delete themselves."""
     words = ("deploy", *TASK, "--gcs-bucket", "gs://b", "--zones", A, "--max-samples", "1", "--create-tpus")
-    code, text = prompt(*words)
+    code, text = world.spile(*words)
     assert code == 0, text
     assert "tpu-us-central1-a-0 in us-central1-a: created" in text
     deadline = time.monotonic() + 120
     while world.cloud.cloud.nodes("-") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert world.cloud.cloud.nodes("-") == [], world.logs()
-    code, text = prompt("monitor", "gs://b/activations", "--fleet", "default", "--once", "--json")
+    code, text = world.spile("monitor", "gs://b/activations", "--fleet", "default", "--once", "--json")
     status = json.loads(text)
     assert (code, status["over"], status["workers"][0]["finished"]) == (0, True, True)
     assert status["totals"]["samples"] == 1
@@ -197,21 +197,21 @@ def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World, prompt: P
     assert (code, "--env: expected NAME=value" in text) == (2, True)
 
 
-def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World, prompt: Prompt) -> None:
-    prompt("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
+def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World) -> None:
+    world.spile("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
     world.gcs.faults.add("hang", method="PUT", target="tpu_0/commits/", count=-1, seconds=300)  # it stays at work
     with (world.folder / "first.txt").open("w") as out:
         first = world.start("monitor", "gs://b/fleet/default", "--interval", "0.3", log=out)
         while not world.ready():
             time.sleep(0.05)
-        code, text = prompt("monitor", "gs://b/fleet/default", "--once")
+        code, text = world.spile("monitor", "gs://b/fleet/default", "--once")
         assert code == 0, text
         assert "monitors this fleet; this one only watches" in text
         first.send_signal(signal.SIGINT)
         assert first.wait(120) == 0
     assert "everything goes on" in (world.folder / "first.txt").read_text()
     assert world.ready(), "the machine runs on"
-    code, text = prompt("monitor", "gs://b/fleet/default", "--once", "--json")
+    code, text = world.spile("monitor", "gs://b/fleet/default", "--once", "--json")
     assert json.loads(text)["monitor"] is None, "the lease was given back"
 
 
