@@ -225,7 +225,11 @@ class Shuffled(Iterator[Any]):
 def _close(stop: threading.Event, source: BlockSource, items: Any) -> None:
     stop.set()
     source.cancel()
-    items.close()
+    if threading.current_thread() is threading.main_thread():
+        items.close()
+    else:
+        # The garbage collector may call this in a thread that the reader waits for: waiting here would never end.
+        threading.Thread(target=items.close, daemon=True).start()
 
 
 class _Engine:
