@@ -50,12 +50,13 @@ IDENTITY = RunIdentity(
 )
 
 
-NAMES = ("model", "revision", "adapter", "vocab_size", "steer")
-"""The hashes of the weights, including an adapter's, and of the vectors are compared instead."""
+NAMES = ("model", "revision", "adapter", "vocab_size", "steer", "folders")
+"""The fields that name something but do not change the numbers. The hashes of the weights, including those of an
+adapter, and of the steering vectors are compared instead; the names of the streams' folders change no number."""
 
 
-def test_the_name_of_a_model_is_no_part_of_the_numbers():
-    other = dataclasses.replace(IDENTITY, model="./copy", revision="main", adapter="./tuned")
+def test_names_are_not_part_of_the_fingerprint():
+    other = dataclasses.replace(IDENTITY, model="./copy", revision="main", adapter="./tuned", folders="stream")
     assert other.fingerprint() == IDENTITY.fingerprint()
 
 
