@@ -1,23 +1,26 @@
-"""``spile extract --engine``: run all streams of a dataset on many workers at once."""
+"""``--engine``: run all streams of a dataset, or verify and inspect its parts, on many workers at once."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import log
-from spile.errors import DataError, SpecError
+from spile.errors import DataError, Failure, SpecError, UserError, untrusted
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from spile.cli.flags import EngineFlags, RunFlags
+    from spile.cli.flags import EngineFlags, RunFlags, WorkerFlags
     from spile.data.manifest import StreamsManifest
-    from spile.launch.supervisor import Engine, StreamTask
+    from spile.launch.supervisor import Engine, StreamTask, WorkerEnd
     from spile.spec.run import DataSpec, RunSpec
+    from spile.store.parts import DatasetPart, RunParts
 
 _STREAMS = "streams"
 """The folder in the output that contains the streams of ``--dataset``."""
@@ -61,6 +64,53 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         return outcome.exit_code
     finally:
         runner.close()
+
+
+@contextmanager
+def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator[tuple[RunParts | None, int]]:
+    """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine, and the number of its workers.
+
+    The function is None if the flags ask for no engine. Results are yielded as they arrive.
+    """
+    from spile.launch.engines import make_engine
+
+    if flags is None or not flags.asked:
+        yield None, 1
+        return
+    flags.check()
+    runner = make_engine(flags.name, flags.request(root))
+    place = _absolute_folder(root)
+
+    def run(parts: Sequence[DatasetPart]) -> Iterable[tuple[DatasetPart, Mapping[str, Any]]]:
+        return _run_parts(runner, (command, place), parts)
+
+    try:
+        yield run, runner.workers
+    finally:
+        runner.close()
+
+
+def _run_parts(
+    runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPart]
+) -> list[tuple[DatasetPart, Mapping[str, Any]]]:
+    from spile.launch.supervisor import StreamTask, Supervisor
+    from spile.view.table import SafeConsole
+
+    console = SafeConsole(stderr=True)
+    results: list[tuple[DatasetPart, Mapping[str, Any]]] = []
+
+    def finished(end: WorkerEnd) -> None:
+        with untrusted(Failure, f"the result of the worker for part {parts[end.stream]} cannot be read"):
+            results.append((parts[end.stream], dict(json.loads(end.last_line))))
+
+    tasks = [StreamTask(place, (*words, "--part", str(part)), part.size) for place, part in enumerate(parts)]
+    outcome = Supervisor(runner, tasks, log=lambda line: console.print(line, markup=False), finished=finished).run(
+        lambda: 0
+    )
+    for place, problem in outcome.failed.items():
+        kind = UserError if outcome.refused else Failure
+        raise kind(f"{words[0]} failed for part {parts[place]} of {words[1]}", found=problem)
+    return results
 
 
 def _tasks(data: DataSpec, url: str) -> list[StreamTask]:

@@ -319,26 +319,16 @@ _ENGINE = Group("Many workers at once", sort_key=6)
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class EngineFlags:
+class WorkerFlags:
     """The engine, the number of workers, and the resources of each."""
 
     engine: Annotated[
         str | None,
-        flag(
-            _ENGINE,
-            "Run all streams: local, with N processes on this machine, or ray, on a cluster. [default: one stream]",
-        ),
+        flag(_ENGINE, "Where workers run: local, as processes of this machine, or ray, on a cluster. [default: none]"),
     ] = None
     num_workers: Annotated[
         int | None,
-        flag(_ENGINE, "The number of streams that are processed at once. Without --engine it implies --engine local."),
-    ] = None
-    num_streams: Annotated[
-        int | None,
-        flag(
-            _ENGINE,
-            "The number of streams that --dataset is split into. [default: up to 4 for each worker; 1 of large data]",
-        ),
+        flag(_ENGINE, "The number of workers at once. Without --engine it implies --engine local."),
     ] = None
     resources: Annotated[
         list[str] | None,
@@ -348,10 +338,6 @@ class EngineFlags:
         str | None,
         flag(_ENGINE, "The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"),
     ] = None
-    hosts_per_worker: Annotated[
-        int, flag(_ENGINE, "With ray: the number of hosts that act as one worker, such as the hosts of a slice.")
-    ] = 1
-    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder for the log of each stream.")] = None
 
     @property
     def asked(self) -> bool:
@@ -379,22 +365,44 @@ class EngineFlags:
 
     def check(self) -> None:
         """Raise for invalid values before anything is read."""
-        for name, value in (
-            ("--num-workers", self.num_workers),
-            ("--num-streams", self.num_streams),
-            ("--hosts-per-worker", self.hosts_per_worker),
-        ):
+        self._check_counts(("--num-workers", self.num_workers))
+        self.needs()
+
+    def _check_counts(self, *counts: tuple[str, int | None]) -> None:
+        for name, value in counts:
             if value is not None and not 1 <= value <= 10_000:
                 raise SpecError(name, expected="1 to 10,000", found=f"{value:,}")
-        self.needs()
 
     def request(self, output: str) -> EngineRequest:
         """Return the request to the engine."""
         from spile.launch.engines import EngineRequest
 
-        return EngineRequest(
-            self.num_workers, self.needs(), self.ray_address, self.hosts_per_worker, self.log_dir, output
-        )
+        return EngineRequest(self.num_workers, self.needs(), self.ray_address, output=output)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class EngineFlags(WorkerFlags):
+    """The engine of a run, and how its data is split into streams."""
+
+    num_streams: Annotated[
+        int | None,
+        flag(
+            _ENGINE,
+            "The number of streams that --dataset is split into. [default: up to 4 for each worker; 1 of large data]",
+        ),
+    ] = None
+    hosts_per_worker: Annotated[
+        int, flag(_ENGINE, "With ray: the number of hosts that act as one worker, such as the hosts of a slice.")
+    ] = 1
+    log_dir: Annotated[Path | None, flag(_ENGINE, "With local: a folder for the log of each stream.")] = None
+
+    def check(self) -> None:
+        super().check()
+        self._check_counts(("--num-streams", self.num_streams), ("--hosts-per-worker", self.hosts_per_worker))
+
+    def request(self, output: str) -> EngineRequest:
+        return replace(super().request(output), hosts_per_worker=self.hosts_per_worker, log_dir=self.log_dir)
 
 
 _ADD = Group("Add to a finished dataset", sort_key=7)

@@ -10,7 +10,8 @@ from cyclopts import Parameter
 from rich.box import ROUNDED
 from rich.table import Table
 
-from spile.errors import UserError
+from spile.cli.flags import WorkerFlags
+from spile.errors import Failure, SpecError, UserError, untrusted
 from spile.spec.amounts import counted, size
 from spile.view.table import output
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from spile.data.arc.answers import Score
     from spile.reading.dataset import Dataset
+    from spile.store.parts import RunParts
     from spile.store.statistics import TapStatistics
 
 
@@ -32,18 +34,32 @@ def inspect(
     tap: Annotated[str | None, Parameter(help="The tap whose main directions the page shows.")] = None,
     samples: Annotated[int, Parameter(help="The number of samples whose heat maps the page shows.")] = 3,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the description as JSON.")] = False,
+    part: Annotated[str | None, Parameter(show=False, help="Print the statistics of this part, for --engine.")] = None,
+    engine: WorkerFlags | None = None,
 ) -> int:
-    """Describe a dataset: its model, streams, samples and taps, and each tap's norms and attention sinks."""
-    from spile.reading.dataset import open as open_dataset
-    from spile.reading.inspection import known_stats
+    """Describe a dataset: its model, streams, samples and taps, and each tap's norms and attention sinks.
 
+    With --engine, many processes or machines read the rows; this implies --stats.
+    """
+    from spile.cli.engines import part_workers
+    from spile.reading.dataset import open as open_dataset
+    from spile.reading.inspection import part_statistics
+    from spile.store.parts import DatasetPart
+    from spile.store.streams import read_ledgers
+
+    if html is not None and engine is not None and engine.asked:
+        raise SpecError("--engine", expected="no --html", found="--html, which one process writes")
     dataset = open_dataset(root)
+    if part is not None:
+        print(json.dumps(part_statistics(dataset, DatasetPart.parse(part))))
+        return 0
     if tap is not None and tap not in dataset.taps:
         raise UserError(f"no tap {tap} in this dataset", expected=f"one of {', '.join(dataset.taps)}")
     if html is not None and not len(dataset.samples):
         raise UserError(f"{root} has no samples yet", fix="inspect it after the first commit")
-    wanted = stats or html is not None
-    found = {name: dataset.stats(name) if wanted or known_stats(dataset, name) else None for name in dataset.taps}
+    read_ledgers(dataset.streams)
+    with part_workers("inspect", root, engine) as (run_parts, processes):
+        found = _statistics(dataset, run_parts, processes, all_taps=stats or html is not None)
     if as_json:
         summaries = {name: each.summary() if each else None for name, each in found.items()}
         print(json.dumps({**_facts(dataset), "taps": summaries}, indent=1))
@@ -52,6 +68,20 @@ def inspect(
     if html is not None:
         _write_page(dataset, html, tap, samples)
     return 0
+
+
+def _statistics(
+    dataset: Dataset, run_parts: RunParts | None, processes: int, *, all_taps: bool
+) -> dict[str, TapStatistics | None]:
+    """Return the statistics of each tap, or None for taps whose rows would have to be read."""
+    from spile.reading.inspection import commit_sizes, known_stats, merged_parts
+    from spile.store.parts import divide
+
+    if run_parts is None:
+        return {name: dataset.stats(name) if all_taps or known_stats(dataset, name) else None for name in dataset.taps}
+    with untrusted(Failure, "the result of a worker is malformed"):
+        merged = merged_parts(result for _, result in run_parts(divide(commit_sizes(dataset), processes)))
+    return {name: merged.get(name) for name in dataset.taps}
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:

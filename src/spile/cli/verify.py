@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.api import answer_decoder
-from spile.cli.flags import parse_numbers
+from spile.cli.flags import WorkerFlags, parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.sample import BAD_ROW
@@ -53,14 +53,21 @@ def verify(
     yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: set them aside.")] = False,
     older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
+    part: Annotated[str | None, Parameter(show=False, help="Check only these shards, for --engine.")] = None,
+    engine: WorkerFlags | None = None,
 ) -> int:
     """Check that every sample of every stream is stored exactly once and that every byte is as it was committed.
 
-    Every shard is read once. The exit code is 1 if anything is missing, doubled or damaged. A stream of the split that
-    no worker has started counts as missing. Quarantined samples, which ended their workers, are named. The dataset
-    records them as skipped, so the exit code is 0 if all other samples are proven.
+    Every shard is read once; with --engine, many processes or machines read them. The exit code is 1 if anything is
+    missing, doubled or damaged. A stream of the split that no worker has started counts as missing. Quarantined
+    samples, which ended their workers, are named. The dataset records them as skipped, so the exit code is 0 if all
+    other samples are proven.
     """
+    from spile.cli.engines import part_workers
+    from spile.objects import open_folder
+    from spile.store.parts import DatasetPart
     from spile.store.verification import verify as prove
+    from spile.store.verification import verify_part
 
     least_values = ("--recompute", recompute, 0), ("--seed", seed, 0), ("--max-samples", max_samples, 1)
     for flag, value, least in (*least_values, ("--older-than", older_than, 0)):
@@ -73,7 +80,13 @@ def verify(
     if gc and streams is not None:
         raise SpecError("--gc", expected="all streams", found="--streams")
     decode, unchecked = answer_decoder(root)
-    with _bar(SafeConsole(stderr=True), quiet=as_json) as progress:
+    if part is not None:
+        print(json.dumps(verify_part(open_folder(root), DatasetPart.parse(part), decode, unchecked)))
+        return 0
+    with (
+        part_workers("verify", root, engine) as (run_parts, processes),
+        _bar(SafeConsole(stderr=True), quiet=as_json) as progress,
+    ):
         report = prove(
             root,
             streams=None if streams is None else parse_numbers("--streams", streams),
@@ -87,8 +100,10 @@ def verify(
             older_than=older_than * 3600,
             progress=progress,
             decode=decode,
+            run_parts=run_parts,
+            processes=processes,
         )
-    report = replace(report, unchecked=unchecked)
+    report = replace(report, unchecked=tuple(dict.fromkeys((*unchecked, *report.unchecked))))
     if as_json:
         print(json.dumps(report.to_json(), indent=1))
     else:

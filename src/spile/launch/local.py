@@ -150,7 +150,7 @@ class WorkerProcess:
         code = self._process.poll()
         if code is None:
             return None
-        self._reader.join(1.0)
+        self._reader.join(5.0)  # its last lines may be the result
         return code if code >= 0 else 128 - code
 
     def wait(self, seconds: float) -> int | None:

@@ -193,7 +193,7 @@ class StreamTask:
     @property
     def single_process_words(self) -> tuple[str, ...]:
         """The arguments for a worker of one process, even on a machine that is part of a slice."""
-        return (*self.words, "--num-processes", "1")
+        return (*self.words, "--num-processes", "1") if self.words[0] == "worker" else self.words
 
 
 @dataclass(frozen=True)
@@ -359,6 +359,7 @@ class Supervisor:
         policy: When a worker is restarted.
         log: Receives one line per event.
         observe: Shows the dataset to the user and returns its streams by number, as they are now.
+        finished: Receives the end of each worker that completed its task.
         clock: Seconds from any starting point.
     """
 
@@ -370,10 +371,12 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         log: Callable[[str], None] = lambda _line: None,
         observe: Callable[[Supervisor], Mapping[int, StreamView]] = lambda _: {},
+        finished: Callable[[WorkerEnd], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self._policy, self._log, self._observe, self._clock = policy or RestartPolicy(), log, observe, clock
+        self._finished = finished
         longest_first = sorted(tasks, key=lambda task: (-task.size, task.stream))
         self._streams = {task.stream: _Stream(task) for task in longest_first}
         self._stopping = False
@@ -470,6 +473,7 @@ class Supervisor:
             self._log_restart(end, decision)
         elif decision.action is RestartAction.DONE:
             stream.state = "done"
+            self._finished(end)
         else:
             stream.state, stream.action = "failed", decision.action
             stream.problem = _problem(end, decision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
@@ -17,9 +17,10 @@ from spile.reading.rows import context_of
 from spile.spec.amounts import counted
 from spile.spec.sample import Role
 from spile.store.ledger import ShardRecord
-from spile.store.statistics import SUMS, TapAccumulator, TapStatistics
+from spile.store.parts import DatasetPart
+from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
 from spile.store.stream import parse_iso
-from spile.store.streams import Stream
+from spile.store.streams import Stream, read_ledgers
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
@@ -34,11 +35,48 @@ _THREADS = 4
 _Array = npt.NDArray[Any]
 
 
-def tap_statistics(dataset: Dataset, tap: str, streams: Iterable[int] | None = None) -> TapStatistics:
+def tap_statistics(
+    dataset: Dataset, tap: str, streams: Iterable[int] | None = None, part: DatasetPart | None = None
+) -> TapStatistics:
     """Return the statistics of a tap: from the commits if they have them, otherwise from the rows."""
-    shards = [(stream, record) for stream in dataset.streams_with((tap,), streams) for record in stream.shards]
+    chosen = dataset.streams_with((tap,), streams)
+    read_ledgers(stream for stream in chosen if part is None or part.has_stream(stream.number))
+    shards = [(stream, record) for stream in chosen for record in _shards_of(stream, part)]
     calls = (partial(_shard_statistics, stream, record, tap) for stream, record in shards)
     return TapStatistics.merged(read_ahead(calls, _THREADS))
+
+
+def _shards_of(stream: Stream, part: DatasetPart | None) -> Iterable[ShardRecord]:
+    if part is not None and not part.has_stream(stream.number):
+        return ()
+    numbers = (commit.number for commit in stream.commits for _ in commit.shards)
+    pairs = zip(stream.shards, numbers, strict=True)
+    return (shard for shard, number in pairs if part is None or part.has_commit(number))
+
+
+def commit_sizes(dataset: Dataset) -> dict[int, dict[int, int]]:
+    """Return the bytes of the shards of each commit, by stream, to divide the dataset into parts."""
+    read_ledgers(dataset.streams)
+    return {
+        stream.number: {commit.number: sum(shard.size for shard in commit.shards) for commit in stream.commits}
+        for stream in dataset.streams
+    }
+
+
+def part_statistics(dataset: Dataset, part: DatasetPart) -> dict[str, Any]:
+    """Return the statistics of each tap over a part of the dataset as JSON values, without the sums."""
+    found = {tap: tap_statistics(dataset, tap, part=part) for tap in dataset.taps}
+    return {tap: [each.count, list(each.norms.items()), each.top] for tap, each in found.items()}
+
+
+def merged_parts(results: Iterable[Mapping[str, Any]]) -> dict[str, TapStatistics]:
+    """Return the statistics of each tap from the results of :func:`part_statistics` for all parts."""
+    parts: dict[str, list[TapStatistics]] = {}
+    for result in results:
+        for tap, (count, norms, top) in result.items():
+            rows = tuple(TopRow(*row) for row in top)
+            parts.setdefault(tap, []).append(TapStatistics(count, dict(map(tuple, norms)), rows))
+    return {tap: TapStatistics.merged(each) for tap, each in parts.items()}
 
 
 def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStatistics:

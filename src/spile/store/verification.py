@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from spile.errors import Damaged, Failure, SpecError, UserError
+from spile.errors import Failure, SpecError, UserError, untrusted
 from spile.objects import open_folder
-from spile.objects.crc import crc32c, fold, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
-from spile.spec.positions import ANSWER, LAST_CONTENT, choose_positions
 from spile.spec.ranges import Ranges
-from spile.spec.run import EVERY_FIELD, DataSpec, RunSpec
-from spile.spec.sample import BAD_ROW, Prediction, Role
+from spile.spec.run import DataSpec, RunSpec
+from spile.spec.sample import BAD_ROW
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
 from spile.store.layout import (
@@ -39,12 +33,11 @@ from spile.store.layout import (
     stream_number,
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
-from spile.store.predictions import Decode, answers_problem, outside_vocabulary, read_predictions
+from spile.store.parts import CheckedCommits, DatasetPart, RunParts, divide
+from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
-from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
-from spile.store.shard_reader import ShardReader
-from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
+from spile.store.shard_check import inspect_shard
 from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
@@ -58,242 +51,6 @@ from spile.store.streams import (
 
 _BAD_ROWS = 10
 """Bad rows of a stream that the report names."""
-_PIECE = 8 << 20
-"""Bytes that are read at once, in whole chunks, at least one chunk."""
-# A value is infinite or NaN if all bits of its exponent are set.
-_EXPONENT = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
-    "F8_E4M3": (np.uint8, 0x7F),  # It has no infinity, and only these bits are NaN.
-}
-
-
-def inspect_shard(
-    folder: Folder,
-    record: ShardRecord,
-    stream: StreamRecord,
-    run: RunIdentity,
-    seen: Callable[[int], None] = lambda _: None,
-    decode: Decode | None = None,
-) -> list[Problem]:
-    """Return the problems of a shard. ``seen`` is called with the number of bytes after each read.
-
-    ``decode`` returns the text of token ids; None does not compare the texts of answers.
-    """
-    schema = replace(stream.schema(run), fingerprint=run.fingerprint())
-    where = f"{folder.url}/{record.name}"
-    try:
-        size = folder.info(record.name).size
-        if size != record.size:
-            raise Damaged(f"{where} has the wrong size", expected=f"{record.size} bytes", found=size)
-        shard = ShardReader(folder, record)
-        wrong = _header(shard, schema) or _index(shard, schema.keep)
-        sound = not wrong
-        wrong += _bytes(shard, run, seen)
-        if sound and stream.base is None:  # Added taps have the tokens of the stream, compared by their checksums.
-            wrong += _content(shard, run, decode)
-    except NotFound:
-        return [
-            Problem(
-                "damaged", where, "the shard, or its answers, are gone" if record.predictions else "the shard is gone"
-            )
-        ]
-    except Failure as error:
-        return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        # The checksums match but the content is invalid: the writer was faulty. Report it and check the other shards.
-        return [Problem("damaged", where, f"its content is invalid: {type(error).__name__}: {error}")]
-    return [Problem("damaged", where, text) for text in wrong]
-
-
-def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
-    header, record = shard.header, shard.record
-    schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
-    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # _index checks the value
-    shapes = schema.tensors(record.count, record.tokens, context)
-    found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
-    wanted = schema.metadata()
-    says = [
-        f"the header says {name} {header.metadata.get(name)}, expected {value}"
-        for name, value in wanted.items()
-        if header.metadata.get(name) != value
-    ]
-    if list(found) != list(shapes):
-        says.append(f"it has the tensors {', '.join(found)}, expected {', '.join(shapes)}")
-    else:
-        says += [
-            f"{name} is {found[name][0]} {list(found[name][1])}, expected {kind} {list(shape)}"
-            for name, (kind, shape) in shapes.items()
-            if found[name] != (kind, shape)
-        ]
-    if set(record.tensors) != set(header.places):
-        says.append("the commit has checksums of other tensors")
-    if any(tap + SUMS not in header.places for tap in record.statistics):
-        says.append("the commit has statistics of taps whose sums the shard does not have")
-    return says
-
-
-def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
-    offsets, index = shard.read_tensor("offsets"), shard.read_tensor("sample_index")
-    says = []
-    if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
-        says.append("offsets do not rise from 0 to the number of tokens")
-    if len(np.unique(index)) != len(index) or Ranges.of(index.tolist()) != shard.record.samples:
-        says.append("sample_index is not the commit's samples")
-    if [note.get("index") for note in shard.notes] != index.tolist():
-        says.append("the header's samples are not those of sample_index")
-    incomplete = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
-    if incomplete and keep != (EVERY_FIELD,):  # which fields a row has is then known from the data alone
-        says.append(f"samples {Ranges.of(incomplete).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
-    return says + (_context(shard) if POSITIONS in shard.header.places and not says else [])
-
-
-def _context(shard: ShardReader) -> list[str]:
-    """Check the positions and the context of a shard in which only some tokens have rows."""
-    offsets, starts, context = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
-    positions, lengths = shard.read_tensor(POSITIONS).astype(np.int64), np.diff(starts)
-    if starts[0] != 0 or starts[-1] != len(context) or (lengths < 0).any():
-        return ["context_offsets do not rise from 0 to the number of all tokens"]
-    sample = np.repeat(np.arange(len(lengths)), np.diff(offsets))
-    if (positions < 0).any() or (positions >= lengths[sample]).any():
-        return ["positions lie outside their samples"]
-    if (np.diff(positions)[np.diff(sample) == 0] <= 0).any():
-        return ["positions do not rise within their samples"]
-    if not np.array_equal(context[starts[sample] + positions], shard.read_tensor("tokens")):
-        return ["tokens are not those of context at positions"]
-    return []
-
-
-def _content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> list[str]:
-    """Check tokens, positions and answers against each other and against the run."""
-    wrong = [
-        f"{name} has ids outside the vocabulary of {run.vocab_size or 'the model'}"
-        for name in ("tokens", CONTEXT)
-        if name in shard.header.places and outside_vocabulary(shard.read_tensor(name), run)
-    ]
-    answers: dict[int, Prediction] = {}
-    if run.generation is not None:
-        if shard.record.predictions is None:
-            return [*wrong, "its commit names no predictions"]
-        answers = {answer.sample: answer for answer in read_predictions(shard.folder, shard.record)}
-        wrong += answers_problem(shard, answers, run, decode)
-    return wrong + (_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
-
-
-def _positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Prediction]) -> list[str]:
-    """Check that the rows are at the positions that the run selects.
-
-    Without generated answers, ``answer`` depends on the roles of all tokens, and a shard has only those of rows: each
-    row must have the role, and a token without a row is not judged. The same holds for the one row of ``last-content``.
-    """
-    offsets, starts, positions = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, POSITIONS))
-    index, wrong = shard.read_tensor("sample_index").tolist(), []
-    by_role = run.positions == ANSWER and run.generation is None
-    capture = "both" if run.generation is None else "answer" if run.positions == ANSWER else run.generation.capture
-    marked = (shard.read_tensor("roles") & np.uint8(Role.ANSWER | Role.ASSISTANT)) != 0
-    for place, sample in enumerate(index):
-        rows, length = slice(*offsets[place : place + 2]), int(starts[place + 1] - starts[place])
-        if run.positions == LAST_CONTENT:
-            right = rows.stop - rows.start == 1
-        elif by_role:
-            right = bool(marked[rows].all())
-        else:
-            prompt = length - (len(answers[sample].tokens) if answers else 0)
-            first, stop = 0 if capture in ("both", "prompt") else prompt, prompt if capture == "prompt" else length
-            roles = np.full(length, Role.ANSWER, np.uint8)
-            chosen = choose_positions(run.positions, run.seed, sample, roles, first, stop)
-            right = chosen is not None and np.array_equal(positions[rows], chosen)
-        if not right:
-            wrong.append(sample)
-    text = f"samples {Ranges.of(wrong).text()} have rows at other positions than --positions {run.positions} selects"
-    return [text] if wrong else []
-
-
-class _StatisticsCheck:
-    """Compares the stored statistics of a tap with its rows, which are added piece by piece."""
-
-    def __init__(self, shard: ShardReader, tap: str) -> None:
-        self._stored = TapStatistics.from_json(shard.record.statistics.get(tap))
-        self._sums = shard.read_tensor(tap + SUMS)
-        self._seen = TapAccumulator(self._sums.shape[1])
-        self._listed = [] if self._stored is None else [(_row_of(shard, row), row) for row in self._stored.top]
-        self._norms: dict[int, float] = {}
-
-    def add(self, first: int, rows: npt.NDArray[Any]) -> None:
-        nothing = np.zeros(len(rows), np.int8)
-        self._seen.add(rows, nothing, nothing, nothing)
-        for number, _ in self._listed:
-            if number is not None and first <= number < first + len(rows):
-                self._norms[number] = float(np.linalg.norm(rows[number - first].astype(np.float64)))
-
-    def problem(self) -> str | None:
-        """Return what differs, or None. The order of float64 additions may differ, so sums are compared to 1e-9."""
-        found, stored = self._seen.result(), self._stored
-        if stored is None:
-            return "are missing in the commit or malformed"
-        size = np.stack([np.sqrt(found.count * found.sums[0][1]), found.sums[0][1]])
-        close = np.abs(found.sums[0] - self._sums) <= 1e-9 * size
-        if not (close | ~np.isfinite(found.sums[0])).all():
-            return "have other sums of columns"
-        if (found.count, found.norms) != (stored.count, dict(stored.norms)):
-            return "have other counts or norms"
-        numbers = [number for number, _ in self._listed]
-        if len(set(numbers)) != len(numbers) or len(numbers) != len(found.top):
-            return "list other rows with the largest norms"
-        norms = [(self._norms.get(-1 if number is None else number, -1.0), row.norm) for number, row in self._listed]
-        norms += [(row.norm, listed.norm) for row, (_, listed) in zip(found.top, self._listed, strict=True)]
-        if not all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-30) for a, b in norms):
-            return "list other rows with the largest norms"
-        return None
-
-
-def _row_of(shard: ShardReader, listed: TopRow) -> int | None:
-    """Return the row of the shard that the statistics list, or None if it has no such row with this token."""
-    (places,) = np.nonzero(shard.read_tensor("sample_index") == listed.sample)
-    if not len(places):
-        return None
-    start, stop = shard.bounds(int(places[0]))
-    (rows,) = np.nonzero(shard.positions(start, stop) == listed.position)
-    found = start + int(rows[0]) if len(rows) else None
-    return found if found is not None and shard.read_tensor("tokens")[found] == listed.token else None
-
-
-def _bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) -> list[str]:
-    """Check every chunk, then derive the checksums of tensors and object from the chunks, so bytes are read once."""
-    says: list[str] = []
-    sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
-    seen(shard.record.header[0])
-    for name, place in shard.header.places.items():
-        if name == CHUNKS:
-            sums.append((crc32c(shard.read_tensor(name).tobytes()), place.length))
-            continue
-        bad, first, strange = 0, 0, False
-        check = _StatisticsCheck(shard, name) if name + SUMS in shard.header.places else None
-        for begin, end in shard.pieces(name, _PIECE):
-            data = shard.chunks(name, begin, end)
-            if name not in TAIL and place.code in _EXPONENT:
-                kind, ones = _EXPONENT[place.code]
-                bad += int(np.count_nonzero((np.frombuffer(data, kind) & ones) == ones))
-            if check is not None:
-                rows = np.frombuffer(data, place.dtype).reshape(-1, place.shape[1])
-                check.add(first, shard.decoded(name, first, rows))
-                first += len(rows)
-            if place.code == "I32" and len(place.shape) == 2 and not name.startswith("pattern_ids"):
-                strange |= outside_vocabulary(np.frombuffer(data, "<i4"), run)  # the ids of the largest logits
-            seen(len(data))
-        if bad:
-            says.append(f"{name} has {bad} values that are NaN or infinite")
-        if strange:
-            says.append(f"{name} has ids outside the vocabulary")
-        if check is not None and (differs := check.problem()):
-            says.append(f"the stored statistics of {name} {differs}")
-        sums.append((shard.tensor_checksum(name), place.length))
-        if sums[-1][0] != shard.record.tensors[name]:
-            says.append(f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}")
-    if fold(sums) != shard.record.crc32c:
-        says.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(fold(sums))}")
-    return says
 
 
 class _StreamEvidence:
@@ -308,6 +65,8 @@ class _StreamEvidence:
         self.foreign_commits: tuple[Commit, ...] = ()
         self.readable = False
         self.problems: list[Problem] = []
+        self.checked: dict[str, list[Problem]] = {}
+        """The problems of each checked shard, by its name."""
         self.additions: list[_StreamEvidence] = []
         """The ledgers of taps that were added to the stream."""
 
@@ -319,6 +78,11 @@ class _StreamEvidence:
     @property
     def shards(self) -> list[ShardRecord]:
         return [shard for commit in self.commits for shard in commit.shards]
+
+    @property
+    def all_problems(self) -> list[Problem]:
+        """The problems of the ledger, then those of its shards in the order of the commits."""
+        return self.problems + [problem for shard in self.shards for problem in self.checked.get(shard.name, ())]
 
     @property
     def names(self) -> list[str]:
@@ -342,6 +106,8 @@ def verify(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     now: float | None = None,
     decode: Decode | None = None,
+    run_parts: RunParts | None = None,
+    processes: int = 1,
 ) -> Report:
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
@@ -351,18 +117,20 @@ def verify(
     seconds, and ``remove`` removes it. ``repair`` replaces commits of earlier incarnations and keeps copies.
     ``progress`` gets the checked and total bytes.
     ``decode`` returns the text of token ids, to compare the texts of answers; None does not compare them.
+    ``run_parts`` checks shards in other processes with :func:`verify_part`, ``processes`` at a time. This process then
+    reads only the ledgers and merges the results, so that the report is the same.
     """
     folder = open_folder(root) if isinstance(root, str) else root
-    run = read_run(folder)
-    if run is None:
-        raise UserError(f"no dataset at {folder.url}", expected=f"a folder with {RUN}", found="none")
-    there = _folders(folder)
-    begun = [number for number in there if streams is None or number in streams]
-    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
-        found = list(pool.map(lambda number: _read(number, folder, run, *there[number]), begun))
+    run = _run_of(folder)
+    found = _read_ledgers(folder, run, lambda number: streams is None or number in streams)
     records = [stream.record for stream in found if stream.record is not None]
-    never, problems = judge_split(folder.url, begun, records, streams)
-    _inspect(found, run, workers or _workers(folder), progress, decode)
+    never, problems = judge_split(folder.url, [stream.number for stream in found], records, streams)
+    total = sum(shard.size for stream in found for ledger in stream.ledgers for shard in ledger.shards)
+    count = _Counter(lambda done: progress(done, total))
+    unchecked = (
+        () if run_parts is None else _use_results(run_parts(divide(_commit_sizes(found), processes)), found, count)
+    )
+    _inspect(found, run, workers or _workers(folder), count, decode)
     recomputed = None
     if recompute is not None and k:
         readable = [_stream(stream, stream.record) for stream in found if stream.record and stream.readable]
@@ -378,6 +146,7 @@ def verify(
         problems=tuple(problems),
         streams_expected=expected_streams(records),
         never_begun=never,
+        unchecked=unchecked,
     )
     if repair:
         report = replace(report, streams=tuple(map(_repaired, found, report.streams)))
@@ -428,6 +197,19 @@ def _folders(root: Folder) -> dict[int, tuple[str, set[str]]]:
     return {number: (found[number], additions[number]) for number in sorted(found)}
 
 
+def _run_of(root: Folder) -> RunIdentity:
+    run = read_run(root)
+    if run is None:
+        raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
+    return run
+
+
+def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_StreamEvidence]:
+    there = {number: names for number, names in _folders(root).items() if wanted(number)}
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
+        return list(pool.map(lambda number: _read(number, root, run, *there[number]), there))
+
+
 def _read(number: int, root: Folder, run: RunIdentity, name: str, added: Collection[str]) -> _StreamEvidence:
     stream = _read_ledger(number, root, run, name)
     if stream.record is not None:
@@ -460,28 +242,98 @@ def _inspect(
     streams: Sequence[_StreamEvidence],
     run: RunIdentity,
     workers: int,
-    progress: Callable[[int, int], None],
+    seen: Callable[[int], None],
     decode: Decode | None,
+    part: DatasetPart | None = None,
 ) -> None:
-    ledgers = [ledger for stream in streams for ledger in stream.ledgers]
-    total = sum(shard.size for ledger in ledgers for shard in ledger.shards)
-    done = 0
+    """Check the shards, or those of a part, that no other process has checked; keep the problems of each."""
 
-    def seen(count: int) -> None:
-        nonlocal done
-        done += count  # Only a progress bar uses it, so a lost update between threads is harmless.
-        progress(done, total)
-
-    def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, list[Problem]]:
-        stream, record, shard = task
-        return stream, inspect_shard(stream.folder, shard, record, run, seen, decode)
+    def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, str, list[Problem]]:
+        ledger, record, shard = task
+        return ledger, shard.name, inspect_shard(ledger.folder, shard, record, run, seen, decode)
 
     tasks = [
-        (ledger, ledger.record, shard) for ledger in ledgers if ledger.record is not None for shard in ledger.shards
+        (ledger, ledger.record, shard)
+        for stream in streams
+        for ledger in stream.ledgers
+        for commit in ledger.commits
+        for shard in commit.shards
+        if ledger.record is not None and shard.name not in ledger.checked
+        if part is None or part.has_commit(commit.number)
     ]
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        for stream, problems in pool.map(one, tasks):
-            stream.problems += problems
+        for ledger, name, problems in pool.map(one, tasks):
+            ledger.checked[name] = problems
+
+
+class _Counter:
+    """Adds up checked bytes for a progress bar. A lost update between threads is harmless."""
+
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report, self._done = report, 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._report(self._done)
+
+
+def _commit_sizes(streams: Sequence[_StreamEvidence]) -> dict[int, Counter[int]]:
+    sizes: dict[int, Counter[int]] = {}
+    for stream in streams:
+        counter = sizes.setdefault(stream.number, Counter())
+        for ledger in stream.ledgers:
+            for commit in ledger.commits:
+                counter[commit.number] += sum(shard.size for shard in commit.shards)
+    return sizes
+
+
+def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecked: Sequence[str]) -> dict[str, Any]:
+    """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
+    run = _run_of(root)
+    streams = _read_ledgers(root, run, part.has_stream)
+    _inspect(streams, run, _workers(root), lambda _: None, decode, part)
+    ledgers = [ledger for stream in streams for ledger in stream.ledgers if ledger.record is not None]
+    checked = [
+        CheckedCommits(
+            ledger.path, ledger.record.id, Ranges.of(c.number for c in ledger.commits if part.has_commit(c.number))
+        )
+        for ledger in ledgers
+        if ledger.record is not None
+    ]
+    wrong = [
+        [ledger.path, name, [[problem.kind, problem.text] for problem in problems]]
+        for ledger in ledgers
+        for name, problems in ledger.checked.items()
+        if problems
+    ]
+    return {"checked": [each.to_json() for each in checked], "problems": wrong, "unchecked": list(unchecked)}
+
+
+def _use_results(
+    results: Iterable[tuple[DatasetPart, Mapping[str, Any]]],
+    streams: Sequence[_StreamEvidence],
+    seen: Callable[[int], None],
+) -> tuple[str, ...]:
+    """Record what other processes have checked. Return what they could not check, and why."""
+    ledgers = {ledger.path: ledger for stream in streams for ledger in stream.ledgers}
+    unchecked: dict[str, None] = {}
+    for _, result in results:
+        with untrusted(Failure, "the result of a worker is malformed"):
+            wrong = {
+                (path, name): [Problem(kind, f"{ledgers[path].folder.url}/{name}", text) for kind, text in found]
+                for path, name, found in result["problems"]
+                if path in ledgers
+            }
+            checked = [CheckedCommits.from_json(fields) for fields in result["checked"]]
+            unchecked |= dict.fromkeys(map(str, result["unchecked"]))
+        for each in checked:
+            ledger = ledgers.get(each.path)
+            if ledger is None or ledger.record is None or ledger.record.id != each.stream:
+                continue  # The stream was started again in the meantime.
+            shards = [shard for commit in ledger.commits if commit.number in each.numbers for shard in commit.shards]
+            ledger.checked |= {shard.name: wrong.get((each.path, shard.name), []) for shard in shards}
+            seen(sum(shard.size for shard in shards))
+    return tuple(unchecked)
 
 
 def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> StreamReport:
@@ -492,7 +344,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
     total = ledger.end if identity is None or identity.samples is None else identity.samples
     most = None if identity is None else asked.token_limit(row_bytes(identity.rows(run)))
     expected = ledger.expected(total, asked.max_samples, most)
-    problems = [problem for each in stream.ledgers for problem in each.problems]
+    problems = [problem for each in stream.ledgers for problem in each.all_problems]
     problems += [problem for added in stream.additions for problem in _judge_added(stream, added)]
     missing = Ranges()
     if stream.readable:
