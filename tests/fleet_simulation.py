@@ -486,9 +486,13 @@ class Simulation:
             self._say(f"fault {method} {status} {zone}")
         elif roll < 0.46:
             cloud.pace = CloudTimes(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
-        elif roll < 0.50 and self.vms:
+        elif roll < 0.52 and self.vms:
             vm = rng.choice(list(self.vms.values()))
-            vm.hung = self.now > vm.booted + 60
+            if self.now > vm.booted + 60 and rng.random() < 0.5:
+                vm.hung = True
+            elif self.now > vm.booted + 60:  # Its claim expires, and it works on with what it knew.
+                vm.booted = self.now + rng.uniform(150, 290)
+                self._say(f"the worker of {vm.name} is suspended for a while")
         elif roll < 0.56:
             self.monitors.append(self._monitor())
             self._say(f"another monitor: {len(self.monitors)}")

@@ -92,7 +92,7 @@ class ClaimBook:
         self._owners: dict[tuple[int, int], str] = {}
 
     def take(self, streams: Iterable[int]) -> Claim | None:
-        """Claim one of these streams, preferring the first ones.
+        """Claim one of these streams, preferring those that this worker held before a restart, then the first ones.
 
         Returns:
             The claim, or None if every stream is claimed by another worker at the moment.
@@ -100,9 +100,11 @@ class ClaimBook:
         """
         self._look()
         free = [stream for stream in streams if self._is_free(stream)]
-        best = free[:_CHOICES]
+        own = [stream for stream in free if self._is_own(stream)]
+        others = [stream for stream in free if stream not in own]
+        best = others[:_CHOICES]
         self._chance.shuffle(best)
-        for stream in (*best, *free[_CHOICES:]):
+        for stream in (*own, *best, *others[_CHOICES:]):
             number = self._seen[stream].version.number + 1 if stream in self._seen else 1
             claim = Claim(self._root, stream, number, self.worker, self.expiry)
             if claim.create():
@@ -125,12 +127,17 @@ class ClaimBook:
         seen = self._seen.get(stream)
         if seen is None or seen.version.released or self._clock() - seen.since >= self.expiry:
             return True
-        return not seen.renewed and self._owner(stream, seen.version.number) == self.worker
+        return self._is_own(stream)
 
-    def _owner(self, stream: int, number: int) -> str:
-        if (stream, number) not in self._owners:
-            self._owners[stream, number] = _read_owner(self._root, _key(stream, number))
-        return self._owners[stream, number]
+    def _is_own(self, stream: int) -> bool:
+        """Return whether an earlier process of this worker holds the stream: one that ended without releasing it."""
+        seen = self._seen.get(stream)
+        if seen is None or seen.renewed or seen.version.released:
+            return False
+        key = (stream, seen.version.number)
+        if key not in self._owners:
+            self._owners[key] = _read_owner(self._root, _key(*key))
+        return self._owners[key] == self.worker
 
 
 class Claim:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from spile.data.manifest import STREAM, read_manifest
-from spile.errors import DataError, Fenced, SpecError
+from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import Claim, ClaimBook
@@ -40,6 +40,10 @@ def work_on_claims(
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
     It waits only until it has seen whether the other workers renew their claims.
 
+    A single process sets a stream that fails aside and takes the next one, so that one damaged stream does not end
+    every worker of the run. It raises the error when no other stream is left, or at once if a second stream fails
+    before any is complete: then the cause is not the stream.
+
     Args:
         data: The data of the run spec; it must name a folder of streams.
         output: The dataset's folder.
@@ -50,18 +54,21 @@ def work_on_claims(
         sleep: Waits between two looks at the claims.
 
     Returns:
-        0 if no stream was left to claim, else the exit code of the stream that failed or was interrupted.
+        0 if no stream was left to claim, else the exit code of the stream that was interrupted.
 
     """
     hosts = hosts or SingleProcess()
     total = _stream_sizes(data)
     snapshots = SnapshotReader(open_folder(output))
     finished: set[int] = set()
+    failed: dict[int, SpileError] = {}
     while True:
-        left = {number: size for number, size in total.items() if number not in finished}
+        left = {number: size for number, size in total.items() if number not in finished and number not in failed}
         claim = _claim(book, snapshots, left, sleep) if hosts.first else None
         stream = int(hosts.agree("claim", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
+            if failed:
+                raise next(iter(failed.values()))
             log("no stream is left to claim")
             return 0
         log(f"stream {stream} of {len(total)}")
@@ -70,6 +77,13 @@ def work_on_claims(
                 code = run(stream)
         except Fenced as error:
             log(f"{error.problem}; taking the next stream")
+            continue
+        except SpileError as error:
+            if isinstance(error, Interrupted) or hosts.name or (failed and not finished):
+                raise
+            log(f"stream {stream} failed: {error}")
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # they would keep the model in memory
+            failed[stream] = error
             continue
         if code == 0:
             finished.add(stream)  # --max-tokens may end a stream before its last sample

@@ -103,6 +103,14 @@ def test_a_released_claim_and_ones_own_are_free_at_once(root: Folder) -> None:
     assert len(list(root.list("claims/"))) <= 3, "earlier claims are removed"
 
 
+def test_a_restarted_worker_prefers_its_own_stream(root: Folder) -> None:
+    """Its successor must find the samples that it was killed by, among many streams that are as large."""
+    clock = Clock()
+    first = ClaimBook(root, "a", clock=clock).take(range(8))
+    for _ in range(8):
+        assert taken(ClaimBook(root, "a", clock=clock).take(range(8))) == taken(first)
+
+
 def test_a_claim_is_kept_and_released(root: Folder) -> None:
     claim = ClaimBook(root, "a", expiry=0.04).take([7])
     assert claim is not None

@@ -1,0 +1,76 @@
+"""A worker that claims streams: one that fails does not stop the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
+from spile.objects import open_folder
+from spile.spec.run import DataSpec
+from spile.store.claims import ClaimBook, ClaimReader
+from spile.worker.claiming import work_on_claims
+from spile.worker.pod.pod import SingleProcess
+
+
+class Run:
+    """Stands in for the computation: the first attempt of some streams fails."""
+
+    def __init__(self, folder: Path, **errors: SpileError) -> None:
+        self.folder, self.errors = folder, errors
+        self.began: list[int] = []
+        self.lines: list[str] = []
+        (folder / "streams").mkdir(exist_ok=True)
+        for stream in range(4):
+            (folder / "streams" / f"stream_{stream:03d}.jsonl").write_text("{}\n" * (40 - stream))
+
+    def __call__(self, stream: int) -> int:
+        self.began.append(stream)
+        error = self.errors.pop(f"stream_{stream}", None)
+        if error is not None:
+            raise error
+        return 0
+
+    def work(self, hosts: SingleProcess | None = None) -> int:
+        output = str(self.folder / "out")
+        book = ClaimBook(open_folder(output), "a")
+        data = DataSpec(dataset_dir=str(self.folder / "streams"))
+        return work_on_claims(data, output, book, self, hosts=hosts, log=self.lines.append)
+
+
+@pytest.mark.parametrize("error", [DataError("stream 1 is damaged"), StoreError("no answer")])
+def test_a_stream_that_fails_does_not_stop_the_others(tmp_path: Path, error: SpileError) -> None:
+    run = Run(tmp_path, stream_1=error)
+    with pytest.raises(type(error), match=error.problem):
+        run.work()
+    assert sorted(run.began) == [0, 1, 2, 3]
+    assert f"stream 1 failed: {error}" in run.lines
+    assert not any(each.active for each in ClaimReader(open_folder(str(tmp_path / "out"))).owners().values())
+
+
+def test_a_cause_that_all_streams_share_ends_the_worker(tmp_path: Path) -> None:
+    errors = {f"stream_{stream}": DataError(f"no such model, stream {stream}") for stream in range(4)}
+    run = Run(tmp_path, **errors)
+    with pytest.raises(DataError):
+        run.work()
+    assert len(run.began) == 2
+
+
+def test_a_fenced_stream_is_left_to_the_other_worker(tmp_path: Path) -> None:
+    run = Run(tmp_path, stream_2=Fenced("another worker owns this stream"))
+    assert run.work() == 0
+    assert sorted(run.began) == [0, 1, 2, 2, 3]
+
+
+def test_an_interrupt_and_a_failure_on_a_pod_end_the_worker(tmp_path: Path) -> None:
+    run = Run(tmp_path, **{f"stream_{stream}": Interrupted("interrupted") for stream in range(4)})
+    with pytest.raises(Interrupted):
+        run.work()
+    assert len(run.began) == 1
+    hosts = SingleProcess()
+    hosts.name = "worker 0 of 2"
+    run = Run(tmp_path, **{f"stream_{stream}": DataError("damaged") for stream in range(4)})
+    with pytest.raises(DataError):
+        run.work(hosts)
+    assert len(run.began) == 1, "the other hosts cannot know what happened here"
