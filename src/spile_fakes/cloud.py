@@ -185,10 +185,6 @@ class Cloud:
             raise ApiError(404, f"Resource 'operations/{name}' was not found")
         return found
 
-    def operations(self, zone: str) -> list[CloudOperation]:
-        """Return the operations of a zone, oldest first."""
-        return [operation for operation in self._operations.values() if zone in ("-", operation.zone)]
-
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[dict[str, Any]]:
@@ -308,29 +304,6 @@ class Cloud:
             raw[key] = copy.deepcopy(body.get(key, {}))
         operation = self.begin(zone, "update", raw["name"], version)
         self.end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
-        return operation
-
-    def power(self, zone: str, name: str, verb: str, version: str) -> CloudOperation:
-        """Start or stop a node."""
-        raw = self.node(zone, name)
-        spot = raw.get("schedulingConfig", {}).get("spot")
-        if verb == "start" and (raw["state"] != "STOPPED" or spot):
-            raise ApiError(
-                400, f"Cloud TPU received a bad request. Node {name} is {raw['state']} and cannot be started."
-            )
-        operation = self.begin(zone, verb, raw["name"], version)
-        if verb == "stop":
-            self._on_stop(raw, 0.0)
-        raw["state"] = "STOPPING" if verb == "stop" else "STARTING"
-
-        def act() -> None:
-            if verb == "stop":
-                raw["state"] = "STOPPED"
-            else:
-                self.became_ready(raw)
-            self.end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
-
-        self.later(self.pace.delete, act)
         return operation
 
     def preempt(self, zone: str, name: str, *, notice: float = 0.0, state: str = "PREEMPTED") -> None:

@@ -120,8 +120,6 @@ class Api:
             return _page("nodes", cloud.nodes(zone), call.params)
         if call.verb == "getGuestAttributes":
             return {"guestAttributes": []}
-        if call.verb in ("start", "stop"):
-            return cloud.show_operation(call.project, cloud.power(zone, call.name, call.verb, call.version))
         if call.method == "DELETE":
             return cloud.show_operation(call.project, cloud.delete(zone, call.name, call.version))
         if call.method == "PATCH":
@@ -145,12 +143,7 @@ class Api:
         return cloud.queue.queued_one(zone, call.name)
 
     def _operations(self, call: _ApiCall) -> dict[str, Any]:
-        if call.name is None:
-            shown = [self.cloud.show_operation(call.project, each) for each in self.cloud.operations(call.zone)]
-            return {"operations": shown}
-        if call.method in ("DELETE", "POST"):
-            return {}
-        return self.cloud.show_operation(call.project, self.cloud.operation(call.zone, call.name))
+        return self.cloud.show_operation(call.project, self.cloud.operation(call.zone, call.name or ""))
 
     def _fixed(self, kind: str, field_name: str, values: tuple[str, ...]) -> Callable[[_ApiCall], dict[str, Any]]:
         def answer(call: _ApiCall) -> dict[str, Any]:

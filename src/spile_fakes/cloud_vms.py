@@ -8,7 +8,6 @@ mark in its environment, so that all of them can be found and killed when the VM
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -166,11 +165,6 @@ class Vms:
             marks = list(self._children)
         for mark in marks:
             self._kill(mark)
-
-    def remove(self) -> None:
-        """End all machines and delete their folders."""
-        self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _among(raw: Mapping[str, Any], host: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
 import http.client
 import json
@@ -24,7 +23,7 @@ from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
-from urllib.parse import parse_qs, parse_qsl, quote, unquote, urlsplit
+from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -35,246 +34,49 @@ _PAGE = 1000
 
 
 def answer_json(buckets: Buckets, request: Request) -> FakeReply:
-    """Answer a request below ``/storage/v1``, ``/upload/storage/v1`` or ``/download/storage/v1``."""
-    upload = request.path.startswith(("/upload/", "/resumable/upload/"))
-    parts = [unquote(part) for part in request.path.partition("/storage/v1/")[2].split("/")]
+    """Answer the requests of the JSON API that spile and its startup script make; objects otherwise use XML."""
+    upload = request.path.startswith("/upload/")
+    parts = [unquote(part) for part in request.path.partition("/storage/v1/b/")[2].split("/")]
     with buckets.lock:
-        match parts:
-            case ["b"]:
-                return _buckets(buckets, request)
-            case ["b", name, *rest]:
-                bucket = buckets.buckets.get(name)
-                if bucket is None:
-                    return _error(404, "The specified bucket does not exist.")
-                if upload:
-                    return _upload(buckets, name, request)
-                return _in_bucket(buckets, name, bucket, rest, request)
-    return _error(404, "Not Found")
+        name, *rest = parts
+        bucket = buckets.buckets.get(name)
+        if bucket is None:
+            return _json_error(404, "The specified bucket does not exist.")
+        match request.method, rest:
+            case "GET", []:
+                return _json({"kind": "storage#bucket", "id": name, "name": name, "location": bucket.location})
+            case "GET", ["iam", "testPermissions"]:
+                asked = parse_qs(request.target.partition("?")[2]).get("permissions", [])
+                return _json({"permissions": [permission for permission in asked if permission not in bucket.refused]})
+            case "GET", ["iam"] if bucket.bindings is None:
+                return _json_error(403, "does not have storage.buckets.getIamPolicy access")
+            case "GET", ["iam"]:
+                return _json({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": bucket.bindings})
+            case "GET", ["o", key] if request.query.get("alt") == "media":
+                return _read(bucket, key, request)
+            case "POST", ["o"] if upload and request.query.get("uploadType") == "media":
+                key = request.query["name"]
+                stored = buckets.store(name, key, request.body, content_type=request.headers.get("content-type", ""))
+                return _json({"bucket": name, "name": key, "generation": str(stored.generation)})
+    return _json_error(404, "Not Found")
 
 
-def _reply(value: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
-    return FakeReply(status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+def _json(value: dict[str, object], status: int = 200) -> FakeReply:
+    return FakeReply(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
 
-def _error(status: int, message: str) -> FakeReply:
-    detail = {"message": message, "domain": "global", "reason": "fake"}
-    return _reply({"error": {"code": status, "message": message, "errors": [detail]}}, status)
-
-
-def _when(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def _bucket_resource(name: str, bucket: FakeBucket) -> dict[str, object]:
-    return {
-        "kind": "storage#bucket",
-        "id": name,
-        "name": name,
-        "location": bucket.location,
-        "locationType": "region" if "-" in bucket.location else "multi-region",
-        "storageClass": "STANDARD",
-        "metageneration": "1",
-        "timeCreated": _when(0),
-        "updated": _when(0),
-        "projectNumber": "1",
-    }
-
-
-def _object_resource(bucket: str, key: str, stored: Stored, base: str) -> dict[str, object]:
-    where = f"storage/v1/b/{bucket}/o/{quote(key, safe='')}"
-    return {
-        "selfLink": f"{base}/{where}",
-        "mediaLink": f"{base}/download/{where}?generation={stored.generation}&alt=media",
-        "kind": "storage#object",
-        "id": f"{bucket}/{key}/{stored.generation}",
-        "bucket": bucket,
-        "name": key,
-        "generation": str(stored.generation),
-        "metageneration": "1",
-        "contentType": stored.content_type,
-        "storageClass": "STANDARD",
-        "size": str(stored.size),
-        "crc32c": stored.crc32c,
-        "etag": stored.etag.strip('"'),
-        "timeCreated": _when(stored.updated),
-        "updated": _when(stored.updated),
-        **({"md5Hash": stored.md5} if stored.md5 else {}),
-        **({"metadata": stored.metadata} if stored.metadata else {}),
-    }
-
-
-def _buckets(buckets: Buckets, request: Request) -> FakeReply:
-    if request.method == "POST":
-        wanted = json.loads(request.body)
-        if wanted["name"] in buckets.buckets:
-            return _error(409, "Your previous request to create the named bucket succeeded and you already own it.")
-        bucket = buckets.buckets[wanted["name"]] = FakeBucket(wanted.get("location", "US").upper())
-        return _reply(_bucket_resource(wanted["name"], bucket))
-    items = [_bucket_resource(name, bucket) for name, bucket in sorted(buckets.buckets.items())]
-    return _reply({"kind": "storage#buckets", "items": items})
-
-
-def _in_bucket(buckets: Buckets, name: str, bucket: FakeBucket, rest: list[str], request: Request) -> FakeReply:
-    match request.method, rest:
-        case "GET", []:
-            return _reply(_bucket_resource(name, bucket))
-        case "DELETE", []:
-            if bucket.objects:
-                return _error(409, "The bucket you tried to delete is not empty.")
-            del buckets.buckets[name]
-            return FakeReply(204)
-        case "GET", ["storageLayout"]:
-            layout = {"kind": "storage#storageLayout", "bucket": name, "location": bucket.location}
-            return _reply({**layout, "hierarchicalNamespace": {"enabled": False}})
-        case "GET", ["iam", "testPermissions"]:
-            asked = parse_qs(request.target.partition("?")[2]).get("permissions", [])
-            held = [permission for permission in asked if permission not in bucket.refused]
-            kind: dict[str, object] = {"kind": "storage#testIamPermissionsResponse"}
-            return _reply(kind | ({"permissions": held} if held else {}))
-        case "GET", ["iam"]:
-            if bucket.bindings is None:
-                return _error(403, "does not have storage.buckets.getIamPolicy access")
-            return _reply({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": bucket.bindings})
-        case "GET", ["o"]:
-            return _listing(buckets, name, request.query)
-        case method, ["o", key]:
-            return _object(buckets, name, bucket, key, method, request)
-    return _error(404, "Not Found")
-
-
-def _listing(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
-    bucket = buckets.buckets[name]
-    limit = int(query.get("maxResults", _PAGE))
-    after = query.get("pageToken", "")
-    keys, folded, token = bucket.page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
-    items = [_object_resource(name, key, bucket.objects[key], buckets.base) for key in keys]
-    page: dict[str, object] = {"kind": "storage#objects", "items": items, "prefixes": folded}
-    return _reply(page | ({"nextPageToken": token} if token else {}))
-
-
-def _refused(there: Stored | None, query: dict[str, str]) -> bool:
-    wanted = query.get("ifGenerationMatch")
-    return wanted is not None and int(wanted) != (there.generation if there else 0)
-
-
-def _object(buckets: Buckets, name: str, bucket: FakeBucket, key: str, method: str, request: Request) -> FakeReply:
-    stored = bucket.objects.get(key)
-    if stored is None:
-        return _error(404, f"No such object: {name}/{key}")
-    if _refused(stored, request.query):
-        return _error(412, "At least one of the pre-conditions you specified did not hold.")
-    match method:
-        case "DELETE":
-            buckets.remove(name, key)
-            return FakeReply(204)
-        case "GET" if request.query.get("alt") == "media":
-            span = range_of(request.headers.get("range"), stored.size)
-            if span is None:
-                return FakeReply(200, b"", read_headers(stored)) if not stored.data else _error(416, "no such range")
-            headers = read_headers(stored)
-            if "range" in request.headers:
-                headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
-            return FakeReply(206 if "range" in request.headers else 200, stored.data[slice(*span)], headers)
-        case "GET":
-            return _reply(_object_resource(name, key, stored, buckets.base))
-    return _error(405, method)
-
-
-def _upload(buckets: Buckets, name: str, request: Request) -> FakeReply:
-    query = request.query
-    if "upload_id" in query:
-        return _resume(buckets, name, request)
-    there = buckets.buckets[name].objects
-    match query.get("uploadType"):
-        case "media":
-            return _insert(
-                buckets,
-                name,
-                query["name"],
-                request.body,
-                query,
-                {"contentType": request.headers.get("content-type", "")},
-            )
-        case "multipart":
-            resource, data = _related(request)
-            return _insert(buckets, name, str(resource.get("name") or query["name"]), data, query, resource)
-        case "resumable":
-            resource = json.loads(request.body or b"{}")
-            key = str(resource.get("name") or query["name"])
-            if _refused(there.get(key), query):
-                return _error(412, "At least one of the pre-conditions you specified did not hold.")
-            kept = {**_options(resource), **{k: v for k, v in query.items() if k == "ifGenerationMatch"}}
-            handle = buckets.begin(name, key, kept)
-            location = f"{buckets.base}/upload/storage/v1/b/{name}/o?uploadType=resumable&upload_id={handle}"
-            return FakeReply(200, b"", {"Location": location, "X-GUploader-UploadID": handle})
-    return _error(400, "unknown uploadType")
-
-
-def _options(resource: dict[str, object]) -> dict[str, str]:
-    return {k: str(resource[k]) for k in ("contentType", "crc32c") if resource.get(k)}
-
-
-def _insert(
-    buckets: Buckets,
-    name: str,
-    key: str,
-    data: bytes,
-    query: dict[str, str],
-    resource: dict[str, object] | dict[str, str],
-) -> FakeReply:
-    if _refused(buckets.buckets[name].objects.get(key), query):
-        return _error(412, "At least one of the pre-conditions you specified did not hold.")
-    if resource.get("crc32c") and resource["crc32c"] != crc32c_base64(data):
-        return _error(400, "Provided CRC32C does not match calculated CRC32C.")
-    stored = buckets.store(name, key, data, options={"contentType": str(resource.get("contentType") or "")})
-    return _reply(_object_resource(name, key, stored, buckets.base))
-
-
-def _related(request: Request) -> tuple[dict[str, object], bytes]:
-    """Return the two parts of a multipart/related body: the resource and the data."""
-    found = re.search(r"boundary=[\"']?([^\"';]+)", request.headers.get("content-type", ""))
-    mark = b"--" + (found.group(1) if found else "").encode()
-    _, resource, data = (piece for piece in request.body.split(mark)[:3])
-    body = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[1]
-    if body.endswith(b"\r\n"):
-        body = body[:-2]
-    elif body.endswith(b"\n"):
-        body = body[:-1]
-    return json.loads(re.split(rb"\r?\n\r?\n", resource, maxsplit=1)[1]), body
-
-
-def _resume(buckets: Buckets, name: str, request: Request) -> FakeReply:
-    handle = request.query["upload_id"]
-    upload = buckets.uploads.get(handle)
-    if upload is None:
-        return _error(404, "no such upload")
-    if request.method == "DELETE":
-        del buckets.uploads[handle]
-        return FakeReply(499)
-    found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", request.headers.get("content-range", ""))
-    first, _, total = found.groups() if found else ("0", None, str(len(request.body)))
-    if first is not None:
-        if int(first) > len(upload.received):
-            return _error(400, "a gap")
-        upload.received[int(first) :] = request.body
-    if total == "*" or int(total) != len(upload.received):
-        held = {"Range": f"bytes=0-{len(upload.received) - 1}"} if upload.received else {}
-        return FakeReply(308, b"", {**held, "X-GUploader-UploadID": handle})
-    del buckets.uploads[handle]
-    return _insert(buckets, name, upload.key, bytes(upload.received), upload.options, upload.options)
-
-
-_PAGE_xml_api = 1000
+def _json_error(status: int, message: str) -> FakeReply:
+    return _json({"error": {"code": status, "message": message}}, status)
 
 
 def answer_xml(buckets: Buckets, request: Request) -> FakeReply:
     """Answer a request to ``/bucket`` or ``/bucket/key``."""
     name, _, key = unquote(request.path).lstrip("/").partition("/")
-    digest = crc32c_base64(request.body)  # Computed before the lock is taken, because there are many large parts.
+    digest = crc32c_base64(request.body)  # Computed before the lock is taken, because parts are large.
     with buckets.lock:
         bucket = buckets.buckets.get(name)
         if bucket is None:
-            return _error_xml_api(404, "NoSuchBucket", "The specified bucket does not exist.")
+            return _error(404, "NoSuchBucket", "The specified bucket does not exist.")
         if not key:
             return _bucket(buckets, name, bucket, request)
         if "uploads" in request.query or "uploadId" in request.query:
@@ -283,18 +85,18 @@ def answer_xml(buckets: Buckets, request: Request) -> FakeReply:
             case "GET" | "HEAD":
                 return _read(bucket, key, request)
             case "PUT":
-                return _write(buckets, name, key, request, digest)
+                return _write(buckets, name, key, request)
             case "DELETE":
                 return FakeReply(204) if buckets.remove(name, key) else _no_key()
-    return _error_xml_api(405, "MethodNotAllowed", request.method)
+    return _error(405, "MethodNotAllowed", request.method)
 
 
-def _error_xml_api(status: int, code: str, message: str) -> FakeReply:
+def _error(status: int, code: str, message: str) -> FakeReply:
     return _xml(f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>", status)
 
 
 def _no_key() -> FakeReply:
-    return _error_xml_api(404, "NoSuchKey", "The specified key does not exist.")
+    return _error(404, "NoSuchKey", "The specified key does not exist.")
 
 
 def _xml(text: str, status: int = 200, headers: dict[str, str] | None = None) -> FakeReply:
@@ -302,20 +104,19 @@ def _xml(text: str, status: int = 200, headers: dict[str, str] | None = None) ->
     return FakeReply(status, body, {"Content-Type": "application/xml", **(headers or {})})
 
 
-def _when_xml_api(seconds: float) -> str:
+def _when(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def read_headers(stored: Stored) -> dict[str, str]:
     """Return the headers of a reply with an object's bytes."""
-    hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
     return {
         "Content-Type": stored.content_type,
         "ETag": stored.etag,
         "Last-Modified": formatdate(stored.updated, usegmt=True),
         "x-goog-generation": str(stored.generation),
         "x-goog-metageneration": "1",
-        "x-goog-hash": hashes,
+        "x-goog-hash": f"crc32c={stored.crc32c}",
         "x-goog-stored-content-length": str(stored.size),
         "x-goog-stored-content-encoding": "identity",
         "Accept-Ranges": "bytes",
@@ -343,33 +144,17 @@ def _read(bucket: FakeBucket, key: str, request: Request) -> FakeReply:
         return FakeReply(200, stored.data, headers)
     span = range_of(request.headers["range"], stored.size)
     if span is None:
-        return _error_xml_api(416, "InvalidRange", "The requested range cannot be satisfied.")
+        return _error(416, "InvalidRange", "The requested range cannot be satisfied.")
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
     return FakeReply(206, stored.data[slice(*span)], headers)
 
 
-def _bad_digest(request: Request, digest: str) -> bool:
-    """Return whether the body differs from the checksum that was sent with it."""
-    wanted = dict(
-        part.strip().partition("=")[::2] for part in request.headers.get("x-goog-hash", "").split(",") if part
-    )
-    md5 = wanted.get("md5", request.headers.get("content-md5"))
-    if "crc32c" in wanted and wanted["crc32c"] != digest:
-        return True
-    return bool(md5) and md5 != base64.b64encode(hashlib.md5(request.body, usedforsecurity=False).digest()).decode()
-
-
-def _write(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
-    if _bad_digest(request, digest):
-        return _error_xml_api(400, "BadDigest", "The checksum you specified did not match what we received.")
+def _write(buckets: Buckets, name: str, key: str, request: Request) -> FakeReply:
     there = buckets.buckets[name].objects.get(key)
     wanted = request.headers.get("x-goog-if-generation-match")
     if wanted is not None and int(wanted) != (there.generation if there else 0):
-        return _error_xml_api(
-            412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold."
-        )
-    options = {"contentType": request.headers.get("content-type", "")}
-    stored = buckets.store(name, key, request.body, options=options)
+        return _error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold.")
+    stored = buckets.store(name, key, request.body, content_type=request.headers.get("content-type", ""))
     headers = read_headers(stored)
     headers.pop("Content-Type")
     return FakeReply(200, b"", headers)
@@ -380,13 +165,13 @@ def _bucket(buckets: Buckets, name: str, bucket: FakeBucket, request: Request) -
     if request.method == "HEAD":
         return FakeReply(200)
     if request.method != "GET":
-        return _error_xml_api(405, "MethodNotAllowed", request.method)
+        return _error(405, "MethodNotAllowed", request.method)
     if "location" in query:
         return _xml(f"<LocationConstraint>{bucket.location}</LocationConstraint>")
     if "uploads" in query:
         return _uploads(buckets, name, query)
     after = max(query.get("continuation-token", ""), query.get("start-after", ""))
-    limit = int(query.get("max-keys", _PAGE_xml_api))
+    limit = int(query.get("max-keys", _PAGE))
     keys, folded, token = bucket.page(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
     pieces = [f"<Name>{name}</Name><IsTruncated>{'true' if token else 'false'}</IsTruncated>"]
     if token:
@@ -395,7 +180,7 @@ def _bucket(buckets: Buckets, name: str, bucket: FakeBucket, request: Request) -
         stored = bucket.objects[key]
         pieces.append(
             f"<Contents><Key>{escape(key)}</Key><Generation>{stored.generation}</Generation><MetaGeneration>1"
-            f"</MetaGeneration><LastModified>{_when_xml_api(stored.updated)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
+            f"</MetaGeneration><LastModified>{_when(stored.updated)}</LastModified><ETag>{escape(stored.etag)}</ETag>"
             f"<Size>{stored.size}</Size></Contents>"
         )
     pieces += [f"<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>" for prefix in folded]
@@ -408,16 +193,16 @@ def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
     found = sorted(
         (f for f in found if f[0].startswith(query.get("prefix", "")) and (f[0], f[1]) > after), key=lambda f: f[:2]
     )
-    limit = int(query.get("max-uploads", _PAGE_xml_api))
+    limit = int(query.get("max-uploads", _PAGE))
     page = found[:limit]
-    pieces = [f"<FakeBucket>{name}</FakeBucket><IsTruncated>{'true' if len(found) > limit else 'false'}</IsTruncated>"]
+    pieces = [f"<Bucket>{name}</Bucket><IsTruncated>{'true' if len(found) > limit else 'false'}</IsTruncated>"]
     if page:
         pieces.append(f"<NextKeyMarker>{escape(page[-1][0])}</NextKeyMarker>")
         pieces.append(f"<NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>")
     for key, handle, upload in page:
         pieces.append(
             f"<Upload><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
-            f"<Initiated>{_when_xml_api(upload.started)}</Initiated></Upload>"
+            f"<Initiated>{_when(upload.started)}</Initiated></Upload>"
         )
     return _xml(f"<ListMultipartUploadsResult>{''.join(pieces)}</ListMultipartUploadsResult>")
 
@@ -425,16 +210,14 @@ def _uploads(buckets: Buckets, name: str, query: dict[str, str]) -> FakeReply:
 def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: str) -> FakeReply:
     query = request.query
     if request.method == "POST" and "uploads" in query:
-        handle = buckets.begin(name, key, {"contentType": request.headers.get("content-type", "")})
-        head = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
+        handle = buckets.begin(name, key, request.headers.get("content-type", ""))
+        head = f"<Bucket>{name}</Bucket><Key>{escape(key)}</Key><UploadId>{handle}</UploadId>"
         return _xml(f"<InitiateMultipartUploadResult>{head}</InitiateMultipartUploadResult>")
     upload = buckets.uploads.get(query["uploadId"])
     if upload is None or (upload.bucket, upload.key) != (name, key):
-        return _error_xml_api(404, "NoSuchUpload", "The specified upload does not exist.")
+        return _error(404, "NoSuchUpload", "The specified upload does not exist.")
     match request.method:
         case "PUT":
-            if _bad_digest(request, digest):
-                return _error_xml_api(400, "BadDigest", "The checksum you specified did not match what we received.")
             upload.parts[int(query["partNumber"])] = (digest, request.body)
             return FakeReply(200, b"", {"ETag": f'"{digest}"', "x-goog-hash": f"crc32c={digest}"})
         case "DELETE":
@@ -442,7 +225,7 @@ def _multipart(buckets: Buckets, name: str, key: str, request: Request, digest: 
             return FakeReply(204)
         case "POST":
             return _complete(buckets, name, key, request)
-    return _error_xml_api(405, "MethodNotAllowed", request.method)
+    return _error(405, "MethodNotAllowed", request.method)
 
 
 def _complete(buckets: Buckets, name: str, key: str, request: Request) -> FakeReply:
@@ -456,12 +239,12 @@ def _complete(buckets: Buckets, name: str, key: str, request: Request) -> FakeRe
                 raise KeyError(number)
             pieces.append(data)
     except (KeyError, ElementTree.ParseError):
-        return _error_xml_api(400, "InvalidPart", "One or more of the specified parts could not be found.")
+        return _error(400, "InvalidPart", "One or more of the specified parts could not be found.")
     if any(len(piece) < 5 << 20 for piece in pieces[:-1]):
-        return _error_xml_api(400, "EntityTooSmall", "A part other than the last is smaller than 5 MiB.")
+        return _error(400, "EntityTooSmall", "A part other than the last is smaller than 5 MiB.")
     del buckets.uploads[request.query["uploadId"]]
-    stored = buckets.store(name, key, *pieces, parted=True, options=upload.options)
-    body = f"<FakeBucket>{name}</FakeBucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
+    stored = buckets.store(name, key, *pieces, content_type=upload.content_type)
+    body = f"<Bucket>{name}</Bucket><Key>{escape(key)}</Key><ETag>{escape(stored.etag)}</ETag>"
     headers = {k: v for k, v in read_headers(stored).items() if k.startswith("x-goog")}
     return _xml(f"<CompleteMultipartUploadResult>{body}</CompleteMultipartUploadResult>", headers=headers)
 
@@ -471,7 +254,6 @@ def _text(part: ElementTree.Element, name: str) -> str:
 
 
 _PIECE = 1 << 19
-_CHECKSUMS = ("x-goog-hash", "x-amz-checksum-crc32c")
 
 
 @dataclass(frozen=True)
@@ -643,8 +425,6 @@ class _Connection(socketserver.StreamRequestHandler):
             case Fault(kind="slow"):
                 server.stopping.wait(fault.seconds)
                 self._send(request, server.answer(request))
-            case Fault(kind="corrupt"):
-                self._send(request, _corrupted(server.answer(request)))
             case Fault(kind="truncate"):
                 self._send(request, server.answer(request), cut=True)
                 self._reset()
@@ -689,16 +469,6 @@ def _refusal(status: int) -> FakeReply:
     name = http.client.responses.get(status, "Error").replace(" ", "")
     body = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{name}</Code><Message>injected</Message></Error>"
     return FakeReply(status, body.encode(), {"Content-Type": "application/xml"})
-
-
-def _corrupted(reply: FakeReply) -> FakeReply:
-    kind = next((v for k, v in reply.headers.items() if k.lower() == "content-type"), "")
-    if reply.body and not any(word in kind for word in ("xml", "json", "html")):  # Data, not a message of the server.
-        middle = len(reply.body) // 2
-        flipped = bytes([reply.body[middle] ^ 0x20])
-        return FakeReply(reply.status, reply.body[:middle] + flipped + reply.body[middle + 1 :], reply.headers)
-    headers = {k: ("crc32c=AAAAAA==" if k.lower() in _CHECKSUMS else v) for k, v in reply.headers.items()}
-    return FakeReply(reply.status, reply.body, headers)
 
 
 class FaultyProxy(FaultyServer):

@@ -331,7 +331,7 @@ def test_a_page_in_place_of_a_listing_is_requested_again(
 def test_a_listing_continues_after_a_page_that_failed(
     cloud_folder: Folder, clouds: Clouds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gcs, "_PAGE_xml_api", 3)
+    monkeypatch.setattr(gcs, "_PAGE", 3)
     monkeypatch.setattr(bucket, "_PAGE", 3)
     names = [f"x/{number:02d}" for number in range(8)]
     for name in names:

@@ -186,7 +186,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
     ("url", "words"),
     [
         ("", "no folder was named"),
-        ("http://x/y", "expected a path, gs://, s3:// or az://, found http://"),
+        ("http://x/y", "expected a path, gs://, s3://, az:// or hf://, found http://"),
         ("gs://", "no bucket in gs://"),
         ("s3:///x", "no bucket"),
     ],

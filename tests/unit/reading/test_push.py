@@ -15,8 +15,7 @@ from spile.objects import open_folder
 from spile.objects.hub import HubName
 from spile.reading import push as pushing
 from spile.reading.push import push_dataset
-from spile_fakes.hub import DatasetHub, dataset_hub
-from spile_fakes.hub_uploads import Uploads
+from spile_fakes.hub import DatasetHub, Uploads, dataset_hub
 from world import produce
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # within the hub's client
