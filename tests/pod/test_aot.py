@@ -20,11 +20,6 @@ def program(config: ModelConfig, machine: str, mesh: tuple[int, int] | None = No
     return Program(config, taps, machine, length, mesh_shape=mesh)
 
 
-def test_a_program_travels() -> None:
-    sent = program(QWEN_7, "v5e:8x8", (16, 4))
-    assert Program.from_json(sent.to_json()) == sent
-
-
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 63, 64, 100, 900])
 @pytest.mark.parametrize("first", [1, 8, 64])
 def test_the_search_ends_near_the_largest(limit: int, first: int) -> None:
@@ -77,7 +72,6 @@ def test_it_compiles_and_fits(config: ModelConfig, machine: str, mesh: tuple[int
     assert fit.fits, fit
     assert 0 < fit.weights < fit.peak <= fit.memory
     assert fit.host > 0.9 * rows * 2048 * config.d_model * 2 * (config.n_layers - 1)
-    assert fit.flops > 0
 
 
 @pytest.mark.slow

@@ -117,8 +117,9 @@ def build(
     from spile.hosts.files import copy_to, load
 
     hosts, target = where.find(), "~/spile-image"
-    copied = copy_to(hosts, load(context.absolute(), int(1e9)), target, where.access())
-    log(f"copied {copied.files} files to {target} on {copied.hosts} hosts")
+    files = load(context.absolute(), int(1e9))
+    copy_to(hosts, files, target, where.access())
+    log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
     line = shlex.join(build_words(flags.runtime, flags.device(here=here), flags.image_name(), "."))
     return _run_on_all(hosts, line, where, HostCommandFlags(), folder=target)
 

@@ -101,9 +101,9 @@ def run(
     if flags.install:
         put_on(hosts, where)
     if files is not None:
-        copied = copy_to(hosts, files, target, access)
-        size = f"{files.size / 1e6:.1f} MB, {copied.sent / 1e6:.1f} MB sent"
-        console.print(f"copied {copied.files} files ({size}) to {target} on {copied.hosts} hosts", markup=False)
+        sent = copy_to(hosts, files, target, access)
+        size = f"{files.size / 1e6:.1f} MB, {sent / 1e6:.1f} MB sent"
+        console.print(f"copied {len(files.names)} files ({size}) to {target} on {len(hosts)} hosts", markup=False)
     with Logs(hosts, results, None if flags.quiet else console) as logs:
         outcomes = fanout.run(hosts, Job(line, target, given), access=access, output=logs.write)
         logs.open()
@@ -279,10 +279,11 @@ def collect(
     from spile.view.table import output as output_console
 
     console = output_console(soft_wrap=True)
-    collected = collect_from(where.find(), path, into, where.access())
-    for got in collected:
-        sent = f"{got.size / 1e6:.1f} MB, {got.received / 1e6:.1f} MB sent"
-        console.print(f"{got.host.label}: {got.files} files ({sent}) → {got.folder}", markup=False)
-    if assemble(into, [got.folder for got in collected]):
+    hosts = where.find()
+    collected = collect_from(hosts, path, into, where.access())
+    for host, (folder, got) in zip(hosts, collected.items(), strict=True):
+        sent = f"{got.size / 1e6:.1f} MB, {got.sent / 1e6:.1f} MB sent"
+        console.print(f"{host.label}: {got.files} files ({sent}) → {folder}", markup=False)
+    if assemble(into, list(collected)):
         console.print(f"together they are one dataset; next: spile verify {into}", markup=False)
     return 0

@@ -345,8 +345,7 @@ def _show(result: BenchResult, console: Console) -> None:
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
         f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
         f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
-        f"steady after {result.steady_after:.0f} batches; "
-        f"host memory {size(result.peak_memory)} at most, {size(max(0, result.grown_memory))} grown",
+        f"host memory {size(result.peak_memory)} at most",
         soft_wrap=True,
     )
     theirs = result.naive_tokens_per_second

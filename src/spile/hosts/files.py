@@ -36,15 +36,6 @@ class CopyList:
     size: int
 
 
-@dataclass(frozen=True)
-class Copied:
-    """How much was sent, and to how many hosts."""
-
-    files: int
-    sent: int
-    hosts: int
-
-
 def list_files(folder: Path) -> list[str]:
     """Return the folder's files that git would not ignore, in a repository or not, without .git and earlier results."""
     git = shutil.which("git")
@@ -113,10 +104,10 @@ def load(folder: Path, limit: int) -> CopyList:
     return CopyList(folder, tuple(names), size)
 
 
-def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> Copied:
-    """Copy files to ``target`` on every host. Stale files of an earlier copy are deleted; the host's own files stay."""
+def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> int:
+    """Copy files to ``target`` on every host, as :func:`push` does; return the number of bytes that were sent."""
     moved = Transfers(access).on_all(hosts, lambda all_, host: push(all_, host, files.root, files.names, target))
-    return Copied(len(files.names), sum(each.sent for each in moved), len(hosts))
+    return sum(each.sent for each in moved)
 
 
 _MANIFEST = ".spile-copied"
@@ -361,33 +352,17 @@ def _error(host: Host, code: int, err: bytes) -> SpileError:
     return explain(host, code, err.decode("utf-8", "replace"))
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The files that were copied from one host."""
-
-    host: Host
-    folder: Path
-    files: int
-    size: int
-    received: int
-    """The number of bytes that were not here before."""
-
-
 def folder_of(host: Host, hosts: Sequence[Host]) -> str:
     """Return ``worker_2`` for one slice, or ``tpu-a-1/worker_2`` for several."""
     many = len({other.slice for other in hosts}) > 1
     return f"{host.node.replace('/', '-')}/worker_{host.worker}" if many else f"worker_{host.worker}"
 
 
-def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> list[Collected]:
-    """Copy the folder ``remote`` of every host here. Files that are already here and equal are not sent again."""
+def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> dict[Path, Moved]:
+    """Copy the folder ``remote`` of every host here, and return what was copied to each folder, in the hosts' order."""
     folders = {host: into / folder_of(host, hosts) for host in hosts}
-
     moved = Transfers(access).on_all(hosts, lambda all_, host: pull(all_, host, remote, folders[host]))
-    return [
-        Collected(host, folders[host], each.files, each.size, each.sent)
-        for host, each in zip(hosts, moved, strict=True)
-    ]
+    return dict(zip(folders.values(), moved, strict=True))
 
 
 def assemble(into: Path, folders: Sequence[Path]) -> bool:

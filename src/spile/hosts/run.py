@@ -136,9 +136,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a session ended."""
+class HostOutcome:
+    """The result of a command on one host."""
 
+    host: Host
     code: int
     cause: str
     """``ended`` if it ended by itself, ``stopped`` if it was stopped from here, else what went wrong."""
@@ -166,7 +167,7 @@ _EVENT_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "ended": {"code": int},
     "refused": {"reason": str},
 }
-"""The fields that are used of each event of :mod:`spile.hosts.remote.guard`, and their types."""
+"""The fields that are used of each event of :mod:`spile.hosts.guard`, and their types."""
 
 
 class Session:
@@ -208,18 +209,19 @@ class Session:
         """Ask the guard to end the command: with time to finish, or at once."""
         self._write(b"k\n" if now else b"s\n")
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> HostOutcome:
         """Wait for the end of the session."""
         assert self._end is not None  # noqa: S101  (it was opened)
         await asyncio.shield(self._end)
         seconds = time.monotonic() - self._began
         event = self._events.get("exit")
         if event is not None:
-            return Ended(event["code"], event["cause"], event["seconds"] or seconds, event["left"])
+            return HostOutcome(self.host, event["code"], event["cause"], event["seconds"] or seconds, event["left"])
         refused = self._events.get("refused")
         if refused is not None:
-            return Ended(126, f"the host refused: {refused['reason']}", seconds)
-        return Ended(255, self._trouble().problem.removeprefix(f"{self.host.label}: "), seconds)
+            return HostOutcome(self.host, 126, f"the host refused: {refused['reason']}", seconds)
+        problem = self._trouble().problem.removeprefix(f"{self.host.label}: ")
+        return HostOutcome(self.host, 255, problem, seconds)
 
     def abandon(self) -> None:
         """Kill the ssh process; the guard ends the command when its input ends."""
@@ -304,13 +306,6 @@ INTERRUPTED = 130
 PATIENCE = 8.0
 
 
-@dataclass(frozen=True)
-class HostOutcome(Ended):
-    """The result of the command on one host."""
-
-    host: Host = field(kw_only=True)
-
-
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
     """Return the variables with the host's number in its slice and, if there are several slices, the slice's number."""
     slices = len({other.slice for other in hosts})
@@ -348,7 +343,7 @@ async def run_everywhere(
     access.check(hosts)
     interrupt = interrupt or asyncio.Event()
     sessions = [Session(host, access, pace, lambda data, host=host: output(host, data)) for host in hosts]  # type: ignore[misc]
-    ends: list[asyncio.Task[Ended]] = []
+    ends: list[asyncio.Task[HostOutcome]] = []
     try:
         await _connect(sessions, interrupt)
         for session in sessions:
@@ -356,10 +351,7 @@ async def run_everywhere(
             session.go(replace(job, env=env))
         ends = [asyncio.create_task(session.ended()) for session in sessions]
         await _wait_for_all(sessions, ends, pace, interrupt)
-        return [
-            HostOutcome(end.code, end.cause, end.seconds, end.left, host=session.host)
-            for session, end in zip(sessions, [task.result() for task in ends], strict=True)
-        ]
+        return [task.result() for task in ends]
     finally:
         await asyncio.gather(*(session.close() for session in sessions))
         await asyncio.gather(*ends, return_exceptions=True)
@@ -386,10 +378,10 @@ async def _connect(sessions: Sequence[Session], interrupt: asyncio.Event) -> Non
 
 
 async def _wait_for_all(
-    sessions: Sequence[Session], ends: Sequence[asyncio.Task[Ended]], pace: SessionTimes, interrupt: asyncio.Event
+    sessions: Sequence[Session], ends: Sequence[asyncio.Task[HostOutcome]], pace: SessionTimes, interrupt: asyncio.Event
 ) -> None:
     """Wait for all sessions; at the first failure or interrupt, stop the others."""
-    pending: set[asyncio.Task[Ended]] = set(ends)
+    pending: set[asyncio.Task[HostOutcome]] = set(ends)
     alarms = [asyncio.create_task(event.wait()) for event in (interrupt, *(session.failed for session in sessions))]
     try:
         while pending and not any(alarm.done() for alarm in alarms):
@@ -411,7 +403,7 @@ async def _wait_for_all(
 
 
 async def _wait_for(
-    pending: set[asyncio.Task[Ended]], sessions: Sequence[Session], interrupt: asyncio.Event, deadline: float
+    pending: set[asyncio.Task[HostOutcome]], sessions: Sequence[Session], interrupt: asyncio.Event, deadline: float
 ) -> None:
     """Wait for the stopped hosts to end; a further interrupt kills at once."""
     again = asyncio.create_task(interrupt.wait())

@@ -76,13 +76,7 @@ class BenchResult:
     limited_by: str | None
     compile_seconds: float
     shapes: int
-    tenths: list[float]
-    """Tokens/s of each tenth of the run's time."""
-    steady_after: float
-    """Batches written before the rate reached 90 % of the mean rate."""
     peak_memory: int
-    grown_memory: int
-    """Host memory at the end minus that at half time."""
     naive_tokens_per_second: float | None = None
     """The usual loop around transformers, on the same weights and prompts; None without torch."""
     cold: TimedRun | None = None
@@ -173,7 +167,7 @@ def _run(
     join_run(root, parts.identity)
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
     measured = Progress()
-    with emptied(Path(stream.folder.url)), _watched(measured) as series:
+    with emptied(Path(stream.folder.url)):
         control = LocalControl(threading.Event(), None)
         run_pipeline(samples, producer, stream, sizes, progress=measured, control=control)
         now = measured.snapshot()
@@ -198,10 +192,7 @@ def _run(
         limited_by=now.limit,
         compile_seconds=compiled.compile_seconds,
         shapes=compiled.shapes,
-        tenths=_tenths(series),
-        steady_after=_steady(series, rate) / (sizes.batch_tokens * producer.groups),
         peak_memory=peak_memory(),
-        grown_memory=_growth(series),
     )
 
 
@@ -237,61 +228,6 @@ def emptied(folder: Path) -> Iterator[None]:
         finally:
             over.set()
             thread.join()
-
-
-_Point = tuple[float, int, int]
-"""Seconds, tokens, bytes of host memory."""
-
-
-@contextlib.contextmanager
-def _watched(progress: Progress) -> Iterator[list[_Point]]:
-    """Record tokens and host memory ten times a second."""
-    over = threading.Event()
-    series: list[_Point] = []
-
-    def look() -> None:
-        while not over.wait(0.1):
-            series.append((time.perf_counter(), progress.snapshot().tokens, _resident()))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield series
-    finally:
-        over.set()
-        thread.join()
-
-
-def _resident() -> int:
-    """Return the anonymous host memory of this process, without RAM disks and page cache."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _tenths(series: Sequence[_Point]) -> list[float]:
-    marks = [series[place] for place in range(0, len(series), max(1, len(series) // 10))]
-    pairs = itertools.pairwise(marks)
-    return [round((now[1] - before[1]) / (now[0] - before[0])) for before, now in pairs]
-
-
-def _steady(series: Sequence[_Point], rate: float) -> int:
-    """Return the tokens written before the first tenth of the time that reached 90 % of the mean rate."""
-    tenth = max(1, len(series) // 10)
-    for before, after in zip(series, series[tenth:], strict=False):
-        if after[1] - before[1] >= 0.9 * rate * (after[0] - before[0]):
-            return before[1]
-    return series[-1][1] if series else 0
-
-
-def _growth(series: Sequence[_Point]) -> int:
-    """Return the host memory of the last tenth minus that of the tenth after half time."""
-    tenth = max(1, len(series) // 10)
-    middle, end = series[len(series) // 2 :][:tenth], series[-tenth:]
-    if not middle:
-        return 0
-    return max(point[2] for point in end) - max(point[2] for point in middle)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

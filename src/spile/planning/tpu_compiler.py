@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from spile.errors import Failure, SpecError
-from spile.models.architecture import Experts, ModelConfig, Rope, flops_per_token
+from spile.models.architecture import ModelConfig
 from spile.planning.machines import parse_machine
 from spile.spec.taps import Tap
 
@@ -47,25 +49,6 @@ class Program:
     store_dtype: str = "bfloat16"
     mesh_shape: tuple[int, int] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "taps": [str(tap) for tap in self.taps]}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Program:
-        config = dict(fields["config"])
-        for name, kind in (("rope", Rope), ("local_rope", Rope), ("experts", Experts)):
-            config[name] = None if config[name] is None else kind(**config[name])
-        config["windows"] = tuple(config["windows"])
-        shape = fields["mesh_shape"]
-        return cls(
-            **{
-                **fields,
-                "config": ModelConfig(**config),
-                "taps": tuple(Tap.parse(tap) for tap in fields["taps"]),
-                "mesh_shape": None if shape is None else (int(shape[0]), int(shape[1])),
-            }
-        )
-
 
 @dataclass(frozen=True)
 class Fit:
@@ -84,8 +67,6 @@ class Fit:
     temporary: int = 0
     host: int = 0
     """Rows in the memory of the host."""
-    flops: float = 0.0
-    """FLOPs of the model per step and device."""
     seconds: float = 0.0
     """How long the compiler took."""
     why: str = ""
@@ -142,69 +123,38 @@ def largest(fits: list[Fit]) -> Fit | None:
     return max((fit for fit in fits if fit.fits), key=lambda fit: fit.rows, default=None)
 
 
-class _compiler:  # noqa: N801 - reads as a verb: with _compiler(program) as ask
-    """The compiler's process: it reads and writes lines of JSON."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    def __enter__(self) -> Callable[[int], Fit]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "XLA_"))}
-        self._process = subprocess.Popen(
+@contextmanager
+def _compiler(program: Program) -> Iterator[Callable[[int], Fit]]:
+    """Start the compiler's process and yield a function that compiles for a number of rows per device."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "XLA_"))}
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
             [sys.executable, "-m", "spile.planning.tpu_compiler"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=errors,
             env={**environment, **_ENVIRONMENT},
         )
-        self._errors = _Tail(self._process)
-        self._write(self._program.to_json())
-        return self._ask
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None and answers is not None  # noqa: S101, PT018 - opened with pipes
 
-    def _write(self, message: object) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - opened with a pipe
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        def ask(rows: int) -> Fit:
+            try:
+                pickle.dump((program, rows), requests)
+                requests.flush()
+                fit: Fit = pickle.load(answers)  # noqa: S301 - from our own process
+                return fit
+            except (BrokenPipeError, EOFError) as error:
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").split("\n")
+                last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
+                raise Failure("the TPU compiler ended", found=last[:300]) from error
 
-    def _ask(self, rows: int) -> Fit:
-        assert self._process.stdout is not None  # noqa: S101 - opened with a pipe
         try:
-            self._write(rows)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise Failure("the TPU compiler ended", found=self._errors.last())
-        answer = json.loads(line)
-        return Fit(**{**answer, "mesh": tuple(answer["mesh"])})
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-class _Tail:
-    """The last lines of a process's standard error, read continuously so that the process never blocks."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        import threading
-        from collections import deque
-
-        self._lines: deque[str] = deque(maxlen=20)
-        source = process.stderr
-
-        def read() -> None:
-            for line in source or ():
-                if line.strip():
-                    self._lines.append(line.strip())
-
-        self._thread = threading.Thread(target=read, daemon=True)
-        self._thread.start()
-
-    def last(self) -> str:
-        self._thread.join(2)
-        return self._lines[-1][:300] if self._lines else "no message"
+            yield ask
+        finally:
+            process.kill()
+            process.communicate()
 
 
 # -- in the compiler's process ----------------------------------------------------------------------------------------
@@ -258,7 +208,6 @@ def compile_rows(program: Program, rows: int) -> Fit:
         peak=peak,
         temporary=used.temp_size_in_bytes,
         host=used.host_output_size_in_bytes + output,
-        flops=flops_per_token(config, program.length, layers - 1, head=head) * known.tokens,
         seconds=time.perf_counter() - began,
     )
 
@@ -279,14 +228,16 @@ def _topology_devices(machine: str) -> list[Any]:
 
 def _serve() -> None:
     # Redirect what the compiler prints: the standard output is for results.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    program = Program.from_json(json.loads(sys.stdin.readline()))
-    for line in sys.stdin:
-        fit = compile_rows(program, int(line))
-        answers.write(json.dumps(dataclasses.asdict(fit)) + "\n")
+    while True:
+        program, rows = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
+        pickle.dump(compile_rows(program, rows), answers)
         answers.flush()
 
 
 if __name__ == "__main__":
-    _serve()
+    # Import this module under its own name, so that both processes pickle the same classes.
+    from spile.planning.tpu_compiler import _serve as serve
+
+    serve()

@@ -117,7 +117,7 @@ def test_a_named_host_is_reached_as_its_owner_does() -> None:
 
 
 def outcome(code: int, cause: str = "ended") -> HostOutcome:
-    return HostOutcome(code, cause, 0.0, host=parse_hosts(["h"])[0])
+    return HostOutcome(parse_hosts(["h"])[0], code, cause, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,7 @@ def test_the_table(tmp_path: Path) -> None:
     out = console(terminal=False)
     with Logs([ONE, TWO], tmp_path / "logs", None) as logs:
         logs.open()
-    print_outcomes(
-        [HostOutcome(3, "ended", 1.25, host=ONE), HostOutcome(143, "stopped", 2.0, (7, 8), host=TWO)], logs, out
-    )
+    print_outcomes([HostOutcome(ONE, 3, "ended", 1.25), HostOutcome(TWO, 143, "stopped", 2.0, (7, 8))], logs, out)
     lines = [line.split() for line in shown(out).splitlines() if line.strip()]
     assert lines[0] == ["host", "code", "seconds", "log"]
     assert lines[1] == ["one", "3", "1.2", str(tmp_path / "logs" / "one.log")]
@@ -77,9 +75,7 @@ def test_codes_and_host_numbers_are_whole_at_80_columns_and_in_a_pipe(tmp_path: 
     out = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
     with Logs(hosts, tmp_path / "a-folder-for-logs", None) as logs:
         logs.open()
-    print_outcomes(
-        [HostOutcome(137, "killed by the kernel for its memory", 3.0, host=host) for host in hosts], logs, out
-    )
+    print_outcomes([HostOutcome(host, 137, "killed by the kernel for its memory", 3.0) for host in hosts], logs, out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     for host in hosts:
         assert any(host.label in line and " 137 " in line for line in text.splitlines()), text

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spile.planning.bench import BenchResult, _growth, _steady, _tenths, bench
+from spile.planning.bench import BenchResult, bench
 from spile.spec.run import DataSpec, ExtractSpec
 
 
@@ -49,26 +49,3 @@ def test_the_record_is_plain_json(result: BenchResult) -> None:
     record = result.record()
     assert record["limits"]["host_copy"] == result.limits.host_copy
     assert record["limit_tokens"] == result.limit_tokens
-
-
-MB = 1 << 20
-SLOW_START = [(0.1 * t, 0 if t < 20 else 1000 * (t - 20), 50 * MB + (t // 50) * MB) for t in range(100)]
-"""Ten seconds: nothing for two, then 10,000 tokens a second, and a MiB of memory more in the second half."""
-
-
-def test_a_slow_start_shows() -> None:
-    whole = SLOW_START[-1][1] / SLOW_START[-1][0]
-    assert _tenths(SLOW_START)[:3] == [0, 0, 10_000]
-    assert _steady(SLOW_START, whole) == 0  # nothing was written before it was steady
-    assert _growth(SLOW_START) == 0
-
-
-def test_a_late_steady_state_shows_in_tokens() -> None:
-    slow = [(0.1 * t, 100 * t, 0) for t in range(50)]
-    fast = [(5 + 0.1 * t, 5000 + 1000 * t, 0) for t in range(50)]
-    assert 3000 < _steady([*slow, *fast], 5500) <= 5000
-
-
-def test_growth_is_what_the_end_holds_above_the_middle() -> None:
-    growing = [(0.1 * t, t, t * MB) for t in range(100)]
-    assert _growth(growing) == 40 * MB
