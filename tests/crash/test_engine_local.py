@@ -159,7 +159,7 @@ BAD = {
     ("--num-workers", "0"): "--num-workers: expected 1 to 10,000, found 0",
     ("--num-workers", "1", "--ray-address", "a:1"): "--ray-address: expected --engine ray, found --engine local",
     ("--num-workers", "1", "--resources", "GPU"): "--resources: expected NAME=number such as GPU=1, found 'GPU'",
-    ("--num-workers", "1", "--dataset-dir", "."): "no stream in .: expected stream_000.jsonl, stream_001.jsonl, … "
+    ("--num-workers", "1", "--dataset-dir", "."): "no stream in {here}: expected stream_000.jsonl, stream_001.jsonl, … "
     "Make them with spile data streams --output-dir DIR, or name one file with --dataset.",
     ("--num-workers", "1", "--num-streams", "49"): "--num-streams: expected at most 48, one per sample, found 49",
     ("--engine", "loco"): "--engine: expected local or ray, found loco. See spile extract --help.",
@@ -173,7 +173,7 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["extract", "--model", "embedded", "--output", "out", *words])
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words]}\n")
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"spile: {BAD[words].format(here=tmp_path)}\n")
     assert not (tmp_path / "out" / "run.json").exists()
 
 

@@ -232,7 +232,7 @@ def test_rows_can_be_chosen_by_role(root: str) -> None:
     assert len(rows) == sum(len(sample) - 1 for sample in dataset)
     with pytest.raises(spile.errors.UserError, match=r"sample r\d has no row for positions='last'"):
         dataset.numpy("residual.1", include=spile.Role.ASSISTANT)
-    with pytest.raises(spile.errors.UserError, match="positions: expected last, first"):
+    with pytest.raises(spile.errors.UserError, match="positions: expected last, last-content, first"):
         dataset.numpy("residual.1", positions="middle")
 
 

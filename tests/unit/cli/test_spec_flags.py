@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "taps": ("mlp.3-5", ("mlp.3-5",)),
     "keep": ("label", ("label",)),
     "stop": ("x", ("x",)),
+    "steer": ("residual.1=zero", ("residual.1=zero",)),
     "statistics": ("", True),
     "overwrite": ("", True),
     "top_p": ("0.5", 0.5),

@@ -444,6 +444,7 @@ DRAFT = ("residual.0", "residual.2", "residual.5")
 
 
 def test_speculators_data_has_states_and_a_loss_mask_of_answers(answered: Dataset, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="datasets needs torch to open what speculators reads")
     hub, numpy = pytest.importorskip("datasets"), pytest.importorskip("safetensors.numpy")
     done = export_dataset(answered, str(tmp_path / "draft"), to="speculators", taps=DRAFT, dtype="float32")
     table = hub.load_from_disk(str(tmp_path / "draft")).with_format("numpy")

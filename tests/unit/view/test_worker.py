@@ -67,7 +67,8 @@ def test_what_matters_least_goes_first() -> None:
         assert part in everything
     some = drawn(80, phase=Phase.RUNNING, detail="")
     assert "limited by" not in some
-    assert "shard" not in some
+    assert "1 shard, 17 MB" in some
+    assert "shard" not in drawn(60, phase=Phase.RUNNING, detail="")
     for part in ("running", "21/48 samples", "1,067 tokens/s", "40 s left"):
         assert part in some
     assert "21/48 samples" in drawn(40, phase=Phase.RUNNING, detail="")
