@@ -104,12 +104,6 @@ class Distant:
     def create(self, key: str, data: bytes) -> bool:
         return self.traffic.over(lambda: self._inner.create(key, data))
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        return self.traffic.over(lambda: self._inner.get_version(key))
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        return self.traffic.over(lambda: self._inner.replace(key, data, version))
-
     def delete(self, key: str) -> None:
         self.traffic.over(lambda: self._inner.delete(key))
 
