@@ -117,7 +117,7 @@ class Distant:
         self._inner.discard(remains)
 
 
-def _run() -> RunIdentity:
+def run_identity() -> RunIdentity:
     return RunIdentity(
         model="bench",
         revision=None,
@@ -136,7 +136,7 @@ def _run() -> RunIdentity:
 
 
 def _fill(root: Folder) -> None:
-    run = _run()
+    run = run_identity()
     join_run(root, run)
     for number in range(_STREAMS):
         identity = StreamIdentity("bench.jsonl", "0" * 64, _SHARDS, _SHARDS, (Tap("residual", 0),))

@@ -206,7 +206,7 @@ class BucketFolder:
             return
         wanted = self._prefix + prefix
         folder, _, rest = wanted.rpartition("/")
-        after = wanted[:-1] if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
+        after = _just_before(wanted) if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
         stream: Any = None
 
         def page() -> Any:
@@ -314,6 +314,12 @@ class BucketFolder:
                 raise NotFound(f"no such object {address}") from failure
             fix = _fix(self.bucket.cloud, failure)
             raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
+
+
+def _just_before(key: str) -> str:
+    """Return a key that sorts before ``key`` and, if names are ASCII, after the keys that lack its last character."""
+    last = ord(key[-1])
+    return key[:-1] + (f"{chr(last - 1)}~" if 0x30 < last < 0x7F else "")
 
 
 def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
