@@ -30,6 +30,8 @@ MEMORY_BYTES = 1 << 30
 """Address space of the process."""
 MAX_TEXT = 1 << 26
 """Characters of one rendered text."""
+MAX_MESSAGE = 500
+"""Characters of the message of an error, which a template can make as long as a text."""
 TODAY = datetime(2024, 7, 26)
 """The date that ``strftime_now`` returns."""
 
@@ -60,6 +62,7 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.globals.pop("lipsum")
+    environment.filters.pop("random")  # a prompt must be the same each time it is rendered
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = TODAY.strftime
@@ -80,13 +83,13 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         return {"text": _render(request["source"], request["variables"])}
     except TemplateSyntaxError as error:
-        return {"error": "syntax", "message": str(error)}
+        return {"error": "syntax", "message": str(error)[:MAX_MESSAGE]}
     except (TemplateError, TypeError, ValueError) as error:
-        return {"error": "refused", "message": str(error)}
+        return {"error": "refused", "message": str(error)[:MAX_MESSAGE]}
     except (MemoryError, RecursionError) as error:
         return {"error": "limit", "message": "memory" if isinstance(error, MemoryError) else "recursion depth"}
     except Exception as error:  # noqa: BLE001  a template is a program and can raise anything
-        return {"error": "failed", "message": f"{type(error).__name__}: {error}"}
+        return {"error": "failed", "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
 
 
 def main() -> None:

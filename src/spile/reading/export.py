@@ -100,11 +100,12 @@ class Block:
 def _converted(rows: _Array, dtype: str, where: str) -> _Array:
     with np.errstate(over="ignore"):
         converted = rows.astype(dtype)
-    lost = int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows))) if dtype == "float16" else 0
+    lost = 0 if dtype == "float32" else int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows)))
     if lost:
+        largest = {"float16": 65504.0, "bfloat16": 3.38953e38}[dtype]
         raise DataError(
-            f"--dtype float16: {lost} values of {where}",
-            expected=f"at most {np.finfo(np.float16).max:g}",
+            f"--dtype {dtype}: {lost} values of {where}",
+            expected=f"at most {largest:g}",
             found=f"up to {np.abs(rows.astype(np.float32)).max():.4g}",
             fix="use --dtype float32",
         )

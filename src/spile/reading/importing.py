@@ -161,13 +161,15 @@ _VALUES = {
 class _Machine:
     """Interprets the instructions of a pickle that consists of plain containers, numbers, strings and arrays."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Any) -> None:
+        self._file: Any = file  # a _Bounded, which is all that genops needs of a file
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._encoded = 0
 
-    def run(self, file: Any) -> Any:
+    def run(self) -> Any:
         """Return what the pickle describes."""
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
             if count > _MOST_INSTRUCTIONS:
                 raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
             name = opcode.name
@@ -255,9 +257,14 @@ class _Machine:
         if not isinstance(function, _Name) or function not in _CALLS or not isinstance(arguments, tuple):
             raise _Refused("it calls something that is no array, number or dtype")
         try:
-            self._stack.append(_CALLS[function](*arguments))
+            value = _CALLS[function](*arguments)
         except (TypeError, ValueError) as error:
             raise _Refused(f"it calls {function.name} with other arguments than NumPy writes") from error
+        if isinstance(value, bytes):
+            self._encoded += len(value)
+            if self._encoded > self._file.given:  # one text can be encoded many times
+                raise _Refused("its bytes are larger than the file")
+        self._stack.append(value)
 
     def _build(self) -> None:
         state, target = self._pop(), self._stack[-1] if self._stack else None
@@ -295,19 +302,23 @@ class _Bounded:
 
     def __init__(self, file: BufferedIOBase, most: int) -> None:
         self._file, self._left = file, most
+        self.given = 0
+        """Bytes that were read."""
 
     def read(self, size: int) -> bytes:
         if size > self._left:
             raise _Refused("it unpacks to much more than activations do, or is cut off")
-        data = self._file.read(size)
-        self._left -= len(data)
-        return data
+        return self._count(self._file.read(size))
 
     def readline(self) -> bytes:
         data = self._file.readline(self._left + 1)
         if len(data) > self._left:
             raise _Refused("it unpacks to much more than activations do, or is cut off")
+        return self._count(data)
+
+    def _count(self, data: bytes) -> bytes:
         self._left -= len(data)
+        self.given += len(data)
         return data
 
 
@@ -326,7 +337,8 @@ def read_pickle(path: Path) -> _Content:
             most = max(_ALWAYS_ALLOWED, _MOST_EXPANSION * size) if packed else size
             source = gzip.GzipFile(fileobj=file) if packed else file
             with closing(source):
-                content = _Machine().run(_Bounded(source, most))
+                bounded = _Bounded(source, most)
+                content = _Machine(bounded).run()
     except _Refused as error:
         raise DataError(
             f"{where} is refused",
@@ -337,10 +349,10 @@ def read_pickle(path: Path) -> _Content:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
     except Exception as error:  # pickletools and zlib raise many types for damaged files
         raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
-    return _checked(content, where)
+    return _checked(content, where, bounded.given)
 
 
-def _checked(content: Any, where: str) -> _Content:
+def _checked(content: Any, where: str, unpacked: int) -> _Content:
     expected = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
     if not isinstance(content, dict) or not content:
         raise DataError(where, expected=expected, found=f"{type(content).__name__}, or nothing")
@@ -356,9 +368,12 @@ def _checked(content: Any, where: str) -> _Content:
             if not isinstance(rows, np.ndarray) or type(index) is not int or not 0 <= index < 1 << 48:
                 raise DataError(at, expected=expected, found="a sample without sample_idx or activation")
             flat = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
-            if flat.ndim != 2 or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
+            if flat.ndim != 2 or not flat.size or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
                 found = f"{rows.dtype} {rows.shape}"
                 raise DataError(at, expected="an activation [tokens, d] of floats", found=found)
+            unpacked -= flat.nbytes
+            if unpacked < 0:  # the activations would take much more memory than the file
+                raise DataError(at, expected="an activation for each sample", found="one that several samples share")
             sample["activation"] = flat
     return content
 
@@ -445,7 +460,9 @@ def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
             if rows.shape[1] != width:
                 raise DataError(f"{path}, sample {index}", expected=f"rows of {width}", found=rows.shape[1])
         _check_numbers(content, path, store_dtype)
-    total = max(indices, default=-1) + 1
+    if not indices:
+        raise DataError(f"{files[0]} and {len(files) - 1} other files have no sample")
+    total = max(indices) + 1
     if total - len(indices) > _MOST_MISSING + 20 * len(indices):
         raise DataError(
             f"sample_idx {total - 1} in {indices[total - 1]}",

@@ -186,6 +186,20 @@ def test_a_template_that_exceeds_the_limits_ends_in_one_line(name: str) -> None:
     assert template(CHATML).render([{"role": "user", "content": "x"}]).text  # the next template is not affected
 
 
+def test_the_message_of_a_template_is_short() -> None:
+    with pytest.raises(DataError, match="refuses these messages: found xxx") as error:
+        template("{{ raise_exception('x' * 9000000) }}").render([{"role": "user", "content": "x"}])
+    assert len(str(error.value)) < 1000
+    with pytest.raises(ModelError, match="cannot be read: found Encountered unknown tag 'xxx") as unknown:
+        template("{% " + "x" * 9_000 + " %}").render([{"role": "user", "content": "x"}])
+    assert len(str(unknown.value)) < 1000
+
+
+def test_a_template_cannot_draw_random_numbers() -> None:
+    with pytest.raises(ModelError, match="No filter named 'random'"):
+        template("{{ range(9) | random }}").render([{"role": "user", "content": "x"}])
+
+
 def test_what_long_chats_need_is_not_refused() -> None:
     """A thousand messages of two thousand letters, each cut, joined and replaced in as templates do."""
     source = (

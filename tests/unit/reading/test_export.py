@@ -202,6 +202,7 @@ def _with(activation: Any, protocol: int = 2) -> bytes:
 _NEW = np.ones(1, np.float32).__reduce__()[0]
 _POINTERS = _Call(np.dtype, ("V8", False, True), (3, "|", None, None, None, 8, 1, 0x11))
 _FLOATS = _Call(np.dtype, ("f4", False, True), (3, "<", None, None, None, -1, -1, 0))
+_MANY = np.ones((4096, 1024), np.float32)
 HOSTILE: dict[str, bytes] = {
     # Crashes, memory that was never written, or all memory and time: these were possible with NumPy's own functions.
     "object pointers": _with(_Call(_NEW, (np.ndarray, (0,), b"b"), (1, (4, 2), _POINTERS, False, b"\x41" * 64))),
@@ -210,6 +211,16 @@ HOSTILE: dict[str, bytes] = {
     "a memo of a thousand million": b"\x80\x02]r\x00\x00\x00\x10.",
     "ten million lists": b"\x80\x02" + b"]" * 10_000_000 + b"\x80\x02].",
     "a key that is nested a million times": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "a text that is encoded many times": b"\x80\x02](X\x00\x00\x00\x04"
+    + b"a" * (1 << 26)
+    + b"q\x00"
+    + b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R" * 60
+    + b"e.",
+    "an array that many samples share": pickle.dumps(
+        {0: [{"sample_idx": index, "activation": _MANY} for index in range(1000)]}
+    ),
+    "an array of many empty rows": _with(np.ones((1 << 40, 0), np.float32), 4),
+    "an array of no rows": _with(np.ones((0, 4), np.float32), 4),
     # And other ways to be no such file.
     "objects": _with(np.array([object], object)),
     "a structured dtype": _with(np.zeros((2, 2), "f4,f4")),
@@ -388,6 +399,14 @@ def test_values_too_large_for_float16_are_refused(tmp_path: Path, form: str) -> 
         WRITERS[form](Export(stored, ("residual.0",), "float16"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     WRITERS[form](Export(stored, ("residual.0",), "float32"), str(tmp_path / "out"))
+
+
+def test_values_too_large_for_bfloat16_are_refused(tmp_path: Path) -> None:
+    source = pickled(tmp_path / "a.pkl", rows=np.array([[1.0, 3.4e38, 2.0]], np.float32))
+    import_pickles(str(source), open_folder(str(tmp_path / "root")), store_dtype="float32")
+    (block,) = Export(open_dataset(str(tmp_path / "root")), ("residual.0",), "bfloat16").blocks()
+    with pytest.raises(DataError, match=r"--dtype bfloat16: 1 values of .*expected at most 3\.38953e\+38"):
+        block.rows("residual.0")
 
 
 def test_npy(dataset: Dataset, tmp_path: Path) -> None:
