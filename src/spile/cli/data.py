@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from spile.cli.flags import parse_numbers
 from spile.errors import DataError, SpecError
 from spile.objects import is_remote
 from spile.view.table import output as output_console
+from spile.view.table import progress_bar
 
 if TYPE_CHECKING:
     from spile.data.convert import ItemTally, RowSelection
@@ -48,7 +48,7 @@ class SourceFlags:
     ] = None
     start_index: Annotated[int, Parameter(help="The first row, from 0.")] = 0
     end_index: Annotated[int | None, Parameter(help="The row to stop before.")] = None
-    max_samples: Annotated[int | None, Parameter(help="At most so many samples.")] = None
+    max_samples: Annotated[int | None, Parameter(help="The largest number of samples.")] = None
     max_train_examples: Annotated[int | None, Parameter(help="Keep at most this many training pairs of each task.")] = (
         None
     )
@@ -100,7 +100,7 @@ def convert(
     source = source or SourceFlags()
     selection = source.selection()
     console = output_console(soft_wrap=True)
-    with progress(console, selection.max_samples) as tell, written(target, file=chosen == "arc-jsonl") as place:
+    with progress_bar("reading", "samples") as seen, written(target, file=chosen == "arc-jsonl") as place:
         done = run(
             source.dataset,
             place,
@@ -110,7 +110,7 @@ def convert(
             revision=source.dataset_revision,
             format=chosen,
             test_outputs=test_outputs,
-            progress=tell,
+            progress=lambda tally: seen(tally.samples, selection.max_samples),
         )
         sizes = [file.stat().st_size for file in done.files]
     _print_tally(console, done.tally)
@@ -148,7 +148,7 @@ def streams(
     there = None
     if is_remote(output_dir):
         there = _streams_there(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
-    with progress(console, selection.max_samples) as tell, written(output_dir) as place:
+    with progress_bar("reading", "samples") as seen, written(output_dir) as place:
         made = make_streams(
             source.dataset,
             place,
@@ -160,7 +160,7 @@ def streams(
             seed=seed,
             only=None if streams is None else parse_numbers("--streams", streams),
             overwrite=overwrite,
-            progress=tell,
+            progress=lambda tally: seen(tally.samples, selection.max_samples),
         )
         if there is not None:
             refuse_others(there, made.manifest, f"{output_dir}/{MANIFEST}")
@@ -233,35 +233,6 @@ def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bo
             fix="use another --output-dir, or --overwrite",
         )
     return there
-
-
-@contextmanager
-def progress(
-    console: Console, total: int | None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[ItemTally], None]]:
-    """Show a progress bar on a terminal, otherwise a line every ten seconds."""
-    if not console.is_terminal:
-        last = clock()
-
-        def line(tally: ItemTally) -> None:
-            nonlocal last
-            if clock() - last >= 10:
-                last = clock()
-                console.print(f"{tally.rows:,} rows read, {tally.samples:,} samples", markup=False)
-
-        yield line
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    words = TextColumn("{task.completed:,.0f} samples, {task.fields[rows]:,} rows, {task.fields[rate]:,.0f}/s")
-    began = clock()
-    with Progress(
-        SpinnerColumn(), BarColumn(), words, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task("samples", total=total, rows=0, rate=0.0)
-        yield lambda tally: bar.update(
-            task, completed=tally.samples, rows=tally.rows, rate=tally.rows / max(1e-9, clock() - began)
-        )
 
 
 def _print_tally(console: Console, tally: ItemTally) -> None:

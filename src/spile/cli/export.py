@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -11,8 +9,8 @@ from cyclopts import Parameter
 from spile.cli.flags import parse_numbers
 from spile.spec.amounts import counted, size
 from spile.spec.run import StoreDtype
-from spile.view.table import SafeConsole
 from spile.view.table import output as console
+from spile.view.table import progress_bar
 
 Form = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
 
@@ -50,7 +48,7 @@ def export(
     dataset = open_dataset(root)
     chosen = chosen_taps(dataset, taps)
     numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
-    with _show_progress("exporting", "rows") as seen:
+    with progress_bar("exporting", "rows") as seen:
         done = export_dataset(
             dataset,
             str(output),
@@ -85,7 +83,7 @@ def push(
     from spile.view.report import dataset_card
 
     dataset = open_dataset(root)
-    with _show_progress("pushing", "bytes") as seen:
+    with progress_bar("pushing", "bytes") as seen:
         done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, seen=seen)
     console().print(
         f"{done.url} has {counted(done.files, 'file')}, {size(done.size)}, at commit {done.commit[:10]}; "
@@ -115,7 +113,7 @@ def import_(
     from spile.objects import open_folder
     from spile.reading.importing import import_pickles
 
-    with _show_progress("importing", "files") as seen:
+    with progress_bar("importing", "files") as seen:
         store = import_pickles(
             source,
             open_folder(output),
@@ -132,17 +130,3 @@ def import_(
         soft_wrap=True,
     )
     return 0
-
-
-@contextmanager
-def _show_progress(verb: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    errors = SafeConsole(stderr=True)
-    bar = Progress(
-        TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn(unit), console=errors, transient=True
-    )
-    bar.disable = not errors.is_terminal
-    with bar:
-        task = bar.add_task(verb, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

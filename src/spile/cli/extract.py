@@ -19,10 +19,12 @@ from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
 
 if TYPE_CHECKING:
-    from spile.cli.flags import BackfillFlags, ExtractFlags, PodFlags
     from spile.worker.pod.identity import Identity
     from spile.worker.pod.pod import WorkerGroup
     from spile.worker.progress import Summary
+
+
+_VERBOSE = Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")]
 
 
 def extract(
@@ -31,7 +33,7 @@ def extract(
     pod: PodFlags | None = None,
     engine: EngineFlags | None = None,
     backfill: BackfillFlags | None = None,
-    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
+    verbose: _VERBOSE = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
 
@@ -52,7 +54,7 @@ def infer(
     *,
     flags: InferFlags | None = None,
     pod: PodFlags | None = None,
-    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
+    verbose: _VERBOSE = False,
 ) -> int:
     """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
 
@@ -85,7 +87,7 @@ def worker(
         Parameter(help="With --claim: seconds without a renewal after which another worker's stream is taken over."),
     ] = 90.0,
     pod: PodFlags | None = None,
-    verbose: Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")] = False,
+    verbose: _VERBOSE = False,
 ) -> int:
     """Run one stream of a run spec, or claim streams until none is left. Launchers start this.
 

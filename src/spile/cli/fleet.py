@@ -48,7 +48,7 @@ def watch_fleet(
     console: Console,
     *,
     interval: float,
-    adjust: Callable[[FleetSpec], FleetSpec],
+    adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
     once: bool = False,
     as_json: bool = False,
     watch_only: bool = False,
@@ -303,9 +303,8 @@ def status(
     """Show a fleet once, as spile monitor does, without changing anything."""
     home = _home(root, fleet)
     return watch_fleet(
-        home, _client(home, project), output(), interval=60.0, adjust=lambda each: each, once=True, as_json=as_json,
-        watch_only=True,
-    )  # fmt: skip
+        home, _client(home, project), output(), interval=60.0, once=True, as_json=as_json, watch_only=True
+    )
 
 
 def stop(
@@ -336,7 +335,7 @@ def stop(
     client = _client(home, project)
     home.order_stop(deployed)
     console.print(f"fleet {deployed.name} is asked to stop", markup=False)
-    watch_fleet(home, client, console, interval=interval, adjust=lambda each: each, once=not wait, makes=False)
+    watch_fleet(home, client, console, interval=interval, once=not wait, makes=False)
     return 0
 
 

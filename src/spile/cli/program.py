@@ -48,113 +48,97 @@ class Command(NamedTuple):
 
     name: str
     """Words separated by a space: ``data convert`` is ``convert`` in the group ``data``."""
-    function: str
     help: str
+    function: str = ""
+    """Where its function is, ``module:name``; empty for a group."""
 
 
-GROUPS: dict[str, str] = {
-    "fleet": "Deployed fleets: list, status, stop.",
-    "tpu": "A fleet's machines: create, delete, status, list, recreate-preempted.",
-    "pod": "Many hosts as one worker.",
-    "data": "Make datasets: convert, split into streams, upload.",
-    "docker": "The same run in containers: build, run, pod, stop.",
-    "k8s": "The same run on Kubernetes.",
-    "slurm": "The same run on Slurm.",
-}
-
-SECTIONS: dict[str, tuple[str, ...]] = {
+SECTIONS: dict[str, tuple[Command, ...]] = {
     "A dataset of activations": (
-        "extract",
-        "infer",
-        "score",
-        "verify",
-        "monitor",
-        "plan",
-        "inspect",
-        "models",
-        "export",
-        "push",
-        "import",
-        "bench",
+        Command("extract", "Run a model over a dataset and store its activations.", "spile.cli.extract:extract"),
+        Command(
+            "infer", "Answer prompts, and store the activations of prompts and answers.", "spile.cli.extract:infer"
+        ),
+        Command("score", "Score the answers of spile infer, as a table or an HTML page.", "spile.cli.inspect:score"),
+        Command(
+            "verify",
+            "Check that a dataset is complete and undamaged: every sample once, every checksum right.",
+            "spile.cli.verify:verify",
+        ),
+        Command(
+            "monitor",
+            "Watch a dataset grow: samples, shards, state and rate of each stream.",
+            "spile.cli.fleet:monitor",
+        ),
+        Command("plan", "Estimate the tokens, bytes, hours, dollars and memory of a run.", "spile.cli.plan:plan"),
+        Command("inspect", "Describe a dataset; --html writes a page with plots.", "spile.cli.inspect:inspect"),
+        Command(
+            "models", "List the model families that spile implements, with an example of each.", "spile.cli.plan:models"
+        ),
+        Command(
+            "export",
+            "Export a dataset to SAELens, NumPy, Parquet, Hugging Face, speculators, SpecForge or pickles.",
+            "spile.cli.export:export",
+        ),
+        Command("push", "Upload a dataset to the Hugging Face hub, with a dataset card.", "spile.cli.export:push"),
+        Command("import", "Import the pickles of the old guides as a dataset.", "spile.cli.export:import_"),
+        Command(
+            "bench",
+            "Measure how fast a model runs here, compared with the limits of this machine.",
+            "spile.cli.plan:bench",
+        ),
     ),
-    "What it is made from": ("data",),
+    "What it is made from": (
+        Command("data", "Make datasets: convert, split into streams, upload."),
+        Command("data convert", "Convert a hub dataset or local files to ARC tasks.", "spile.cli.data:convert"),
+        Command("data streams", "Split a dataset into independent, balanced streams.", "spile.cli.data:streams"),
+        Command("data upload", "Upload streams to a bucket; identical files are skipped.", "spile.cli.data:upload"),
+    ),
     "Many machines": (
-        "deploy",
-        "fleet",
-        "tpu",
-        "pod",
-        "worker",
-        "install",
-        "run",
-        "logs",
-        "collect",
-        "docker",
-        "k8s",
-        "slurm",
+        Command("deploy", "Prepare the data and start workers on a fleet of TPU VMs.", "spile.cli.deploy:deploy"),
+        Command("fleet", "Deployed fleets: list, status, stop."),
+        Command("fleet list", "List the fleets that were deployed to a bucket.", "spile.cli.fleet:list_fleets"),
+        Command("fleet status", "Show a fleet's machines, progress and cost once.", "spile.cli.fleet:status"),
+        Command("fleet stop", "Stop a fleet and delete its machines. Stored data is kept.", "spile.cli.fleet:stop"),
+        Command("tpu", "A fleet's machines: create, delete, status, list, recreate-preempted."),
+        Command("tpu create", "Create a fleet's machines in one or more zones.", "spile.cli.fleet:create"),
+        Command("tpu delete", "Delete a fleet's machines.", "spile.cli.fleet:delete"),
+        Command("tpu status", "Show a fleet's machines.", "spile.cli.fleet:tpu_status"),
+        Command("tpu list", "List every TPU VM of the project.", "spile.cli.fleet:list_all"),
+        Command("tpu recreate-preempted", "Replace a fleet's dead machines.", "spile.cli.fleet:recreate_preempted"),
+        Command("pod", "Many hosts as one worker."),
+        Command(
+            "pod check",
+            "Test a slice in a minute: hosts, barriers, devices and one forward pass.",
+            "spile.cli.extract:check",
+        ),
+        Command("worker", "Run one stream of a run spec; launchers start this.", "spile.cli.extract:worker"),
+        Command("install", "Install this version of spile on every host of a slice.", "spile.cli.hosts:install"),
+        Command(
+            "run",
+            "Copy this directory to every host of a slice, run a command on all hosts and fetch the logs.",
+            "spile.cli.hosts:run",
+        ),
+        Command("logs", "Print a worker's log, from its machine or from the bucket.", "spile.cli.hosts:logs"),
+        Command("collect", "Fetch a folder from every host, into one folder per worker.", "spile.cli.hosts:collect"),
+        Command("docker", "The same run in containers: build, run, pod, stop."),
+        Command(
+            "docker build", "Build the container image, on this machine or on every host.", "spile.cli.docker:build"
+        ),
+        Command("docker run", "Run a command in a container on this machine.", "spile.cli.docker:run"),
+        Command("docker pod", "Run a command in one container on every host of a slice.", "spile.cli.docker:pod"),
+        Command("docker stop", "Stop containers, on this machine or on every host.", "spile.cli.docker:stop"),
+        Command("k8s", "The same run on Kubernetes."),
+        Command("k8s job", "Print Kubernetes manifests for a run.", "spile.cli.clusters:k8s_job"),
+        Command("slurm", "The same run on Slurm."),
+        Command("slurm job", "Print a Slurm array job for a run.", "spile.cli.clusters:slurm_job"),
     ),
 }
 """The sections of ``spile --help`` in order, with the most used commands first."""
 
-COMMANDS: tuple[Command, ...] = (
-    Command("extract", "spile.cli.extract:extract", "Run a model over a dataset and store its activations."),
-    Command("infer", "spile.cli.extract:infer", "Answer prompts, and store the activations of prompts and answers."),
-    Command("worker", "spile.cli.extract:worker", "Run one stream of a run spec; launchers start this."),
-    Command("score", "spile.cli.inspect:score", "Score the answers of spile infer, as a table or an HTML page."),
-    Command(
-        "verify",
-        "spile.cli.verify:verify",
-        "Check that a dataset is complete and undamaged: every sample once, every checksum right.",
-    ),
-    Command(
-        "monitor", "spile.cli.fleet:monitor", "Watch a dataset grow: samples, shards, state and rate of each stream."
-    ),
-    Command("plan", "spile.cli.plan:plan", "Estimate the tokens, bytes, hours, dollars and memory of a run."),
-    Command("inspect", "spile.cli.inspect:inspect", "Describe a dataset; --html writes a page with plots."),
-    Command(
-        "models", "spile.cli.plan:models", "List the model families that spile implements, with an example of each."
-    ),
-    Command(
-        "export",
-        "spile.cli.export:export",
-        "Export a dataset to SAELens, NumPy, Parquet, Hugging Face, speculators, SpecForge or pickles.",
-    ),
-    Command("push", "spile.cli.export:push", "Upload a dataset to the Hugging Face hub, with a dataset card."),
-    Command("import", "spile.cli.export:import_", "Import the pickles of the old guides as a dataset."),
-    Command(
-        "pod check",
-        "spile.cli.extract:check",
-        "Test a slice in a minute: hosts, barriers, devices and one forward pass.",
-    ),
-    Command("data convert", "spile.cli.data:convert", "Convert a hub dataset or local files to ARC tasks."),
-    Command("data streams", "spile.cli.data:streams", "Split a dataset into independent, balanced streams."),
-    Command("data upload", "spile.cli.data:upload", "Upload streams to a bucket; identical files are skipped."),
-    Command(
-        "run",
-        "spile.cli.hosts:run",
-        "Copy this directory to every host of a slice, run a command on all hosts and fetch the logs.",
-    ),
-    Command("install", "spile.cli.hosts:install", "Install this version of spile on every host of a slice."),
-    Command("logs", "spile.cli.hosts:logs", "Print a worker's log, from its machine or from the bucket."),
-    Command("collect", "spile.cli.hosts:collect", "Fetch a folder from every host, into one folder per worker."),
-    Command(
-        "bench", "spile.cli.plan:bench", "Measure how fast a model runs here, compared with the limits of this machine."
-    ),
-    Command("tpu create", "spile.cli.fleet:create", "Create a fleet's machines in one or more zones."),
-    Command("tpu delete", "spile.cli.fleet:delete", "Delete a fleet's machines."),
-    Command("tpu status", "spile.cli.fleet:tpu_status", "Show a fleet's machines."),
-    Command("tpu list", "spile.cli.fleet:list_all", "List every TPU VM of the project."),
-    Command("tpu recreate-preempted", "spile.cli.fleet:recreate_preempted", "Replace a fleet's dead machines."),
-    Command("fleet list", "spile.cli.fleet:list_fleets", "List the fleets that were deployed to a bucket."),
-    Command("fleet status", "spile.cli.fleet:status", "Show a fleet's machines, progress and cost once."),
-    Command("fleet stop", "spile.cli.fleet:stop", "Stop a fleet and delete its machines. Stored data is kept."),
-    Command("deploy", "spile.cli.deploy:deploy", "Prepare the data and start workers on a fleet of TPU VMs."),
-    Command("docker build", "spile.cli.docker:build", "Build the container image, on this machine or on every host."),
-    Command("docker run", "spile.cli.docker:run", "Run a command in a container on this machine."),
-    Command("docker pod", "spile.cli.docker:pod", "Run a command in one container on every host of a slice."),
-    Command("docker stop", "spile.cli.docker:stop", "Stop containers, on this machine or on every host."),
-    Command("k8s job", "spile.cli.clusters:k8s_job", "Print Kubernetes manifests for a run."),
-    Command("slurm job", "spile.cli.clusters:slurm_job", "Print a Slurm array job for a run."),
-)
+COMMANDS = tuple(row for rows in SECTIONS.values() for row in rows if row.function)
+GROUPS = {row.name: row.help for rows in SECTIONS.values() for row in rows if not row.function}
+_NAMES = (*GROUPS, *(command.name for command in COMMANDS))
 
 COMMON_FLAGS = "Common flags"
 """The heading of the flags that the short help lists. They are also listed under the headings of ``--help-all``."""
@@ -194,12 +178,12 @@ _HINTS = {
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def mistake(error: CycloptsError, command: str, known: Iterable[str]) -> str:
-    """Return the error as one line. ``command`` is the requested command, ``known`` are the names of all commands."""
+def mistake(error: CycloptsError, command: str) -> str:
+    """Return the error of a command as one line."""
     fix = f"See {' '.join(word for word in ('spile', command, '--help') if word)}"
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]):
-            below = [name.removeprefix(command).strip() for name in known if name.startswith(command)]
+            below = [name.removeprefix(command).strip() for name in _NAMES if name.startswith(command)]
             kind = "flag" if word.startswith("-") else "command"
             return SpecError(f"no {kind} {f'{command} {word}'.strip()}", fix=_near(word, below) + fix).line()
         case UnknownOptionError(token=token):
@@ -286,15 +270,18 @@ def build(config: str | None = None, meant: str | None = None, *, every_flag: bo
         suppress_keyboard_interrupt=False,  # run() handles it.
         help_formatter=CommandHelp(meant or "", short=short),
     )
-    places = _places()
-    groups = {name: App(name=name, help=text, **places[name]) for name, text in GROUPS.items()}
-    for group in groups.values():
-        app.command(group)
-    for command in COMMANDS:
-        group_name, _, name = command.name.rpartition(" ")
-        help_text = None if command.name == meant else command.help
-        place = {} if group_name else places[name]
-        (groups[group_name] if group_name else app).command(command.function, name=name, help=help_text, **place)
+    groups: dict[str, App] = {}
+    for number, (title, rows) in enumerate(SECTIONS.items(), 1):
+        section = Group(title, sort_key=number)
+        for place, row in enumerate(rows):
+            above, _, name = row.name.rpartition(" ")
+            where: dict[str, Any] = {} if above else {"group": section, "sort_key": place}
+            if not row.function:
+                groups[name] = App(name=name, help=row.help, **where)
+                app.command(groups[name])
+                continue
+            help_text = None if row.name == meant else row.help
+            (groups[above] if above else app).command(row.function, name=name, help=help_text, **where)
     more = Group("More", sort_key=99)
     app.command(partial(_install_completion, app), name="--install-completion")
     for flag in ("--help", "--version", "--install-completion"):
@@ -344,12 +331,6 @@ def _refuse_buckets(_app: App, _commands: tuple[str, ...], arguments: ArgumentCo
                 raise SpecError(argument.name, expected="a path on this machine", found=token.value)
 
 
-def _places() -> dict[str, dict[str, Any]]:
-    """Return the section and the position of each command in ``spile --help``."""
-    sections = [(Group(title, sort_key=number), words) for number, (title, words) in enumerate(SECTIONS.items(), 1)]
-    return {word: {"group": group, "sort_key": place} for group, words in sections for place, word in enumerate(words)}
-
-
 def run(words: list[str]) -> int:
     """Run ``spile`` with these arguments and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -369,8 +350,7 @@ def _run(words: list[str], debug: bool) -> int:
         with interruptible():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        known = [*GROUPS, *(command.name for command in COMMANDS)]
-        errors.print(f"spile: {mistake(error, _named_command(words), known)}", markup=False)
+        errors.print(f"spile: {mistake(error, _named_command(words))}", markup=False)
         return 2
     except SpileError as error:
         if debug:
@@ -445,6 +425,5 @@ def _read_config(location: str) -> dict[str, Any]:
 
 def _named_command(words: list[str]) -> str:
     """Return the command or group that the arguments name, or an empty string."""
-    known = {command.name for command in COMMANDS} | set(GROUPS)
     names = [word for word in words if not word.startswith("-")]
-    return next((name for name in (" ".join(names[:2]), " ".join(names[:1])) if name in known), "")
+    return next((name for name in (" ".join(names[:2]), " ".join(names[:1])) if name in _NAMES), "")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from rich.box import ROUNDED
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +21,7 @@ from spile.cli.flags import WorkerFlags, parse_numbers
 from spile.errors import SpecError
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.sample import BAD_ROW
-from spile.view.table import Fitting, SafeConsole, output
+from spile.view.table import Fitting, output, progress_bar
 
 if TYPE_CHECKING:
     from spile.store.recomputation import Recompute
@@ -85,7 +83,7 @@ def verify(
         return 0
     with (
         part_workers("verify", root, engine) as (run_parts, processes),
-        _bar(SafeConsole(stderr=True), quiet=as_json) as progress,
+        progress_bar("verifying", "bytes", quiet=as_json) as progress,
     ):
         report = prove(
             root,
@@ -115,15 +113,6 @@ def _recomputer(root: str) -> Recompute:
     from spile.worker.recompute import recomputer  # Imported here because it imports the model.
 
     return recomputer(root)
-
-
-@contextmanager
-def _bar(console: Console, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    shown = console.is_terminal and not quiet
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-        task = progress.add_task("verify", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def show(report: Report, console: Console) -> None:

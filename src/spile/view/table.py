@@ -66,6 +66,31 @@ class Lasting(SafeConsole):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
+@contextmanager
+def progress_bar(verb: str, unit: str, *, quiet: bool = False) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar on standard error if it is a terminal; yield a function that takes what is done, and the total."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = SafeConsole(stderr=True)
+    counts: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn(unit)]
+    if unit == "bytes":
+        counts = [DownloadColumn(), TransferSpeedColumn()]
+    columns = (TextColumn(verb), BarColumn(), *counts, TimeRemainingColumn())
+    shown = console.is_terminal and not quiet
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task(verb, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 _ANY = 10_000
 """Wider than any table."""
 _CUT = 24

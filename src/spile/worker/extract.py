@@ -25,7 +25,6 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
-from spile.store.index import write_entry
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
 from spile.store.quarantine import (
@@ -371,7 +370,6 @@ def _finish(
 ) -> Summary:
     if hosts.first:
         stream.finish()
-        write_entry(run.root, stream.record.worker_id)
         finish(run, stream)
         write_checkpoint_file(run.spec, stream, "completed", progress.log)
     hosts.barrier("complete")

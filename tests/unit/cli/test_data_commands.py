@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from spile.cli.data import progress
 from spile.cli.main import main
-from spile.data.convert import ItemTally
 from spile.objects import open_folder
 
 
@@ -119,22 +115,6 @@ def test_mistakes_are_one_line_and_exit_code_2(
     code, output, wrong = spile(words, capsys)
     assert (code, output, wrong) == (2, "", line + "\n")
     assert not list(tmp_path.iterdir())
-
-
-def test_progress_without_a_terminal_is_a_line_every_ten_seconds() -> None:
-    file, now = io.StringIO(), [0.0]
-    with progress(Console(file=file, force_terminal=False), None, lambda: now[0]) as tell:
-        for second in range(25):
-            now[0] = float(second)
-            tell(ItemTally(rows=second * 1000, samples=second * 999))
-    assert file.getvalue().splitlines() == ["10,000 rows read, 9,990 samples", "20,000 rows read, 19,980 samples"]
-
-
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    file = io.StringIO()
-    with progress(Console(file=file, force_terminal=True, width=120), 100) as tell:
-        tell(ItemTally(rows=60, samples=50))
-    assert "50 samples, 60 rows" in file.getvalue()
 
 
 @pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
