@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -24,8 +25,25 @@ install_import_hook(
     "beartype.beartype",
 )
 settings.register_profile("untimed", deadline=None)  # A slow machine is not a failure.
-settings.register_profile("quick", deadline=None, max_examples=30)  # make test; test-all runs the full number
+settings.register_profile("quick", deadline=None, max_examples=20)  # make test; test-all runs 100
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl+C, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_ON_S3_TOO = ("objects", "test_race.py", "test_worker_faults.py")
+"""The folders and files whose tests on S3 are not slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark most tests on S3 slow: a request to moto takes more CPU time than everything else in a test.
+
+    Those of the bucket client itself, of races and of faults after a write stay.
+    """
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        here = item.path.name in _ON_S3_TOO or item.path.parent.name in _ON_S3_TOO
+        after_write = values.get("kind", "reset_after") in ("status_after", "reset_after")
+        if "s3" in values.values() and not (here and after_write):
+            item.add_marker("slow")

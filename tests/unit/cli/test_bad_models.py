@@ -169,6 +169,7 @@ def test_a_tokenizer_with_tokens_that_no_sample_has(tmp_path: Path, fresh: Path,
     assert spile("extract", "--model", model, "--dataset", texts, "--output", fresh, *SMALL) == 0
 
 
+@pytest.mark.slow
 def test_infinite_weights_are_a_failure_that_names_the_tap(
     tmp_path: Path, texts: Path, fresh: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

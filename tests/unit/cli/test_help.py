@@ -86,6 +86,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_flags_and_values(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "completions/spile. A new shell completes" in shown(capfd, "--install-completion", "--shell", "bash")
 

@@ -18,6 +18,7 @@ from unit.models.toy_models import copy_model
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "make_embedded_tasks.py"
 SMALL = ("--max-seq-length", "760", "--max-new-tokens", "200", "--layers", "0,5")
+SHORT = ("--max-seq-length", "730", "--max-new-tokens", "3", "--capture", "none")
 
 
 def generator() -> Any:
@@ -124,9 +125,9 @@ def test_references(inferred: Path, tasks: Path, tmp_path: Path, capfd: pytest.C
 def test_long_prompts_are_skipped_and_wrong_and_cut_answers_kept(
     tasks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    short = ("--max-seq-length", "480", "--max-new-tokens", "3", "--capture", "none", "--n-tasks", "8")
     answers = tmp_path / "answers"
-    assert spile("infer", "--dataset", tasks, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+    words = ("infer", "--dataset", tasks, "--output", tmp_path / "out", "--output-dir", answers, *SHORT)
+    assert spile(*words, "--n-tasks", 8) == 0
     kept = predictions(answers)
     assert kept
     assert {one["stop_reason"] for one in kept} == {"length"}
@@ -143,10 +144,9 @@ def test_workers_share_a_folder_for_answers(tasks: Path, tmp_path: Path) -> None
     """Each replaced the other's predictions.jsonl and submission.json with its own, without a word."""
     streams, answers = tmp_path / "streams", tmp_path / "answers"
     assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0
-    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 4)
     for number in (1, 0):
         words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
-        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, "--n-tasks", 4) == 0
     each = {
         number: [
             json.loads(line)
@@ -168,8 +168,7 @@ def test_the_folder_for_answers_belongs_to_one_run(
 ) -> None:
     """Two runs with different --output but one --output-dir replaced each other's answers."""
     answers = tmp_path / "answers"
-    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 2)
-    words = ("infer", "--model", "embedded", "--dataset", tasks, "--output-dir", answers, *short)
+    words = ("infer", "--model", "embedded", "--dataset", tasks, "--output-dir", answers, *SHORT, "--n-tasks", 8)
     assert spile(*words, "--output", tmp_path / "one") == 0
     before = (answers / "predictions.jsonl").read_bytes()
     capfd.readouterr()
@@ -192,11 +191,10 @@ def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
 
     streams, answers = tmp_path / "streams", tmp_path / "answers"
     assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0
-    short = ("--max-seq-length", 760, "--max-new-tokens", 3, "--capture", "none", "--n-tasks", 4)
 
     def infer(number: int) -> None:
         words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
-        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *short) == 0
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, "--n-tasks", 4) == 0
 
     put, waiting = module._put_answers, [1]
 
@@ -246,6 +244,7 @@ def test_no_answers_to_score(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "expected what spile infer wrote, found none" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_answers_to_arc_tasks_are_offered_to_score(
     tasks: Path, inferred: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_limited_stream_with_a_hole_is_not_complete(tmp_path: Path, texts: Pat
     assert verify(str(output)).ok
 
 
+@pytest.mark.slow
 def test_answers_end_at_the_limit(tmp_path: Path, texts: Path) -> None:
     output = tmp_path / "out"
     words = ("--max-new-tokens", "2", "--max-tokens", "60", "--batch-size", "2")

@@ -28,6 +28,7 @@ def test_a_packed_stream_is_complete(tmp_path: Path, documents: Path, capfd: pyt
     assert "nothing was left to do" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_part_of_one_has_no_end_yet(tmp_path: Path, documents: Path) -> None:
     output = tmp_path / "out"
     assert spile("extract", "--dataset", documents, "--output", output, *WINDOWS, "--max-samples", 2) == 0

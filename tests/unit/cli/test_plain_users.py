@@ -19,6 +19,7 @@ def test_a_fraction_is_not_a_whole_number(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal_gets_question_marks_and_the_right_exit_code(tmp_path: Path) -> None:
     data = lines(tmp_path / "data.jsonl", {"text": "a b c"})
     words = ["extract", "--dataset", str(data), "--output", str(tmp_path / "out"), *SMALL]

@@ -15,8 +15,11 @@ from spile.spec.run import GenerationSpec, RunSpec, SpecField, make_spec, spec_f
 each_flag = pytest.mark.parametrize("each", [one for one in spec_fields() if one.option.flag], ids=lambda one: one.name)
 
 
+APP = build()
+
+
 def parsed(*words: str) -> RunSpec:
-    _, bound, _ = build().parse_args(list(words), exit_on_error=False, print_error=False)
+    _, bound, _ = APP.parse_args(list(words), exit_on_error=False, print_error=False)
     flags = bound.arguments.get("flags") or (ExtractFlags() if words[0] == "extract" else InferFlags())
     spec: RunSpec = flags.spec()
     return spec

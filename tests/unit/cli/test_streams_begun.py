@@ -48,6 +48,7 @@ def test_an_engines_streams_are_not_taken_for_other_rows(tmp_path: Path, capfd: 
     assert not list(out.glob("*_[0-9]*"))
 
 
+@pytest.mark.slow
 def test_an_engine_takes_no_streams_of_another_dataset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without --dataset the embedded one is meant, not the streams in the folder."""
     data = lines(tmp_path / "texts.jsonl", *({"text": f"{n} {n + 1}"} for n in range(4)))

@@ -64,6 +64,7 @@ def test_a_worker_runs_the_stream_that_it_is_given(
     assert read_spec(url) == small(streams, output)  # Workers leave the launcher's spec as it is.
 
 
+@pytest.mark.slow
 def test_a_spec_from_standard_input(tmp_path: Path, streams: Path) -> None:
     spec = small(streams, tmp_path / "out")
     done = worker("--spec", "-", "--stream", 1, text=spec.to_json().decode())
@@ -71,6 +72,7 @@ def test_a_spec_from_standard_input(tmp_path: Path, streams: Path) -> None:
     assert read_spec(str(tmp_path / "out" / "spec.json")) == spec
 
 
+@pytest.mark.slow
 def test_a_spec_with_answers_runs_infer(tmp_path: Path, streams: Path) -> None:
     answers = GenerationSpec(max_new_tokens=3)
     spec = replace(small(streams, tmp_path / "out"), generation=answers)

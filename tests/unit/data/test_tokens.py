@@ -131,7 +131,7 @@ def test_the_embedded_tokenizer_equals_transformers() -> None:
         assert encoded.tokens.tolist() == theirs(text)["input_ids"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40))
 def test_with_and_without_spans_the_tokens_are_the_same(with_bos: Tokenizer, text: str) -> None:
     plain = with_bos.encode([text], add_special=True)[0]
@@ -142,7 +142,7 @@ def test_with_and_without_spans_the_tokens_are_the_same(with_bos: Tokenizer, tex
     assert parts.roles[0] == Role.BOS | Role.SPECIAL | Role.FIRST
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60), st.lists(st.tuples(st.integers(0, 62), st.integers(0, 62)), min_size=1, max_size=4))
 @pytest.mark.parametrize("special", [True, False])
 def test_a_token_belongs_to_the_part_in_which_it_begins(

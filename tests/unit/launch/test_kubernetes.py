@@ -159,6 +159,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_the_containers_command_works_with_the_variables_that_kubernetes_sets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,11 +16,11 @@ from spile_fakes import gcs
 from spile_fakes.buckets import FaultKind, random_faults
 from spile_fakes.gcs import FakeReply, Request
 
-PASSING: list[tuple[FaultKind, int]] = [
-    ("status", 429),
-    ("status", 500),
+PASSING = [
+    pytest.param("status", 429, marks=pytest.mark.slow),
+    pytest.param("status", 500, marks=pytest.mark.slow),
     ("status", 503),
-    ("status_after", 500),
+    pytest.param("status_after", 500, marks=pytest.mark.slow),
     ("status_after", 503),
     ("reset", 0),
     ("reset_after", 0),
@@ -73,6 +73,12 @@ def check_create(folder: Folder) -> None:
     assert not folder.create("new", b"theirs")
 
 
+def check_replace(folder: Folder) -> None:
+    _, version = folder.get_version("there")
+    assert folder.replace("there", b"mine", version) is not None
+    assert folder.replace("there", b"theirs", version) is None
+
+
 def check_lost_race(folder: Folder) -> None:
     assert not folder.create("there", b"mine")
 
@@ -96,6 +102,7 @@ VERBS = [
     check_list,
     check_put,
     check_create,
+    check_replace,
     check_lost_race,
     check_delete,
     check_many,

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_joint import made
 
@@ -29,7 +29,6 @@ def places(reader: Any) -> list[tuple[int, int]]:
     seed=st.integers(0, 9),
     wanted=st.sampled_from([{}, {"exclude": Role.FIRST}, {"positions": (2, 9)}, {"include": Role.ASSISTANT}]),
 )
-@settings(max_examples=40, deadline=None)
 def test_each_row_is_given_once_whatever_the_buffer_and_the_shards(
     memory: int, batch_rows: int, parts: int, seed: int, wanted: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import spile
@@ -86,7 +86,6 @@ def test_everything_reads_back(folder: Folder) -> None:
     st.sampled_from([None, Role.USER, Role.FIRST, Role.ASSISTANT]),
     st.sampled_from([None, Role.FIRST, Role.BOS]),
 )
-@settings(max_examples=40, deadline=None)
 def test_batches_of_any_size_are_the_rows_in_order(batch: int, include: int | None, exclude: int | None) -> None:
     dataset = open_dataset(_made_once())
     wanted = all_rows(1, include, exclude or 0)
@@ -204,7 +203,6 @@ def _read_all(dataset: spile.reading.dataset.Dataset) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_any_flipped_bit_on_disk_is_noticed(data: st.DataObject) -> None:
     root = _made_once()
     record = open_dataset(root).streams[0].shards[1]

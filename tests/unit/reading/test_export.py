@@ -209,7 +209,7 @@ HOSTILE: dict[str, bytes] = {
     "ndarray as a function": _with(_Call(np.ndarray, ((1000, 4), _FLOATS))),
     "an array that was never filled": _with(_Call(_NEW, (np.ndarray, (1000, 4), b"f"))),
     "a memo of a thousand million": b"\x80\x02]r\x00\x00\x00\x10.",
-    "ten million lists": b"\x80\x02" + b"]" * 10_000_000 + b"\x80\x02].",
+    "two million lists": b"\x80\x02" + b"]" * 2_000_000 + b"\x80\x02].",
     "a key that is nested a million times": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
     "a text that is encoded many times": b"\x80\x02](X\x00\x00\x00\x04"
     + b"a" * (1 << 26)
@@ -447,15 +447,8 @@ def test_the_saelens_cache_has_contexts(dataset: Dataset, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     root = str(tmp_path_factory.mktemp("answered") / "root")
-    spile.infer(
-        "embedded",
-        "embedded",
-        root,
-        taps=["residual.0,2,5"],
-        max_samples=3,
-        max_new_tokens=5,
-        batch_size=3,
-    )
+    few = ["1 2 3", "a b", "c d e f"]
+    spile.infer("embedded", few, root, taps=["residual.0,2,5"], max_seq_length=16, max_new_tokens=5, batch_size=3)
     return open_dataset(root)
 
 

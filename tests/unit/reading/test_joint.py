@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import spile
@@ -66,7 +66,6 @@ KINDS = st.tuples(st.sampled_from([3, 8, 32]), st.sampled_from(["bfloat16", "flo
     seed=st.integers(0, 9),
     wanted=st.sampled_from([{}, {"exclude": Role.FIRST}, {"max_norm": 3.0}, {"positions": (2, 9)}]),
 )
-@settings(max_examples=40, deadline=None)
 def test_rows_of_all_datasets_belong_to_the_same_token(
     kinds: list[tuple[int, str, int]], memory: int, batch_rows: int, part: tuple[int, int], **how: Any
 ) -> None:
@@ -139,7 +138,6 @@ def test_datasets_with_different_tokens_are_refused_with_the_first_difference(tm
     piece=st.sampled_from([None, 40, 4000]),
     wanted=st.sampled_from([{}, {"exclude": Role.FIRST}, {"tokens": range(700)}, {"max_norm": 3.2}]),
 )
-@settings(max_examples=40, deadline=None)
 def test_each_row_comes_after_its_predecessors(window: int, memory: int, piece: int | None, wanted: Any) -> None:
     dataset = spile.open(made(8, "float32", 7))
     found = [

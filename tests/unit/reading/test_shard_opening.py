@@ -115,6 +115,7 @@ assert "obstore" in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2, 7])
 def test_a_program_that_ends_while_ranges_are_read_says_nothing(dataset: Dataset, clouds: Clouds, batches: int) -> None:
     clouds.faults(dataset.streams[0].folder.url).add("slow", method="GET", count=-1, seconds=0.05)

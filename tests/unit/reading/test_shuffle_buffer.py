@@ -40,7 +40,6 @@ def block(first: int, count: int) -> dict[str, list[Any]]:
 
 
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=20), capacity=st.integers(1, 50), seed=st.integers(0))
-@settings(max_examples=100, deadline=None)
 def test_rows_come_back_as_they_were_put(counts: list[int], capacity: int, seed: int) -> None:
     buffer, source = ShuffleBuffer(TYPES, capacity, None), np.random.default_rng(seed)
     held: dict[int, int] = {}

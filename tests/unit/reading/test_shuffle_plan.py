@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.reading.shuffle_order import ShufflePlan, ShuffleSpec
@@ -25,7 +25,6 @@ def plans(draw: st.DrawFn, lengths: list[int]) -> ShufflePlan:
 
 
 @given(lengths=LENGTHS, epoch=st.integers(0, 3), data=st.data())
-@settings(max_examples=200, deadline=None)
 def test_readers_share_out_every_part_of_every_sample_once(lengths: list[int], epoch: int, data: st.DataObject) -> None:
     plan = data.draw(plans(lengths))
     found: list[tuple[int, int]] = []
@@ -40,7 +39,6 @@ def test_readers_share_out_every_part_of_every_sample_once(lengths: list[int], e
 
 
 @given(lengths=LENGTHS, epoch=st.integers(0, 3), data=st.data())
-@settings(max_examples=200, deadline=None)
 def test_windows_divide_the_rows_of_groups(lengths: list[int], epoch: int, data: st.DataObject) -> None:
     plan = data.draw(plans(lengths))
     parts = plan.block_shape[1]
@@ -61,7 +59,6 @@ def test_windows_divide_the_rows_of_groups(lengths: list[int], epoch: int, data:
 
 
 @given(samples=st.integers(500, 5000), share=st.integers(3, 30), data=st.data())
-@settings(max_examples=50, deadline=None)
 def test_the_buffer_holds_what_it_was_given(samples: int, share: int, data: st.DataObject) -> None:
     """Rows that were loaded and not given yet, with the group that loads, fill the buffer and little more."""
     rows = samples * 64

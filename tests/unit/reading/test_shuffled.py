@@ -96,7 +96,7 @@ def selected(dataset: Dataset, wanted: dict[str, Any]) -> Counter[bytes]:
     scratch=st.booleans(),
     piece=st.sampled_from([None, 100]),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
     cut: int | None,
     batch: int,

@@ -62,7 +62,7 @@ CUTS = st.builds(Chunking, st.integers(1, 60), st.fixed_dictionaries({"residual.
 
 
 @given(shape=SHAPES, chunking=CUTS, steps=st.integers(1, 7), data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_range_is_read_and_checked(
     tmp_path: Path, shape: tuple[int, int, str], chunking: Chunking, steps: int, data: st.DataObject
 ) -> None:
@@ -95,7 +95,6 @@ def _read(shard: ShardReader) -> list[RowBatch]:
 
 
 @given(width=st.integers(1, 400_000), dtype=st.sampled_from(["float32", "bfloat16", "int8", "int32"]), data=st.data())
-@settings(max_examples=200)
 def test_a_new_shards_chunks_are_whole_rows(width: int, dtype: str, data: st.DataObject) -> None:
     tap = TapRows("residual.0", (width,), dtype)
     tokens = data.draw(st.integers(0, 1_000_000))

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
@@ -87,7 +87,6 @@ class Stream:
         return how
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 700), st.integers(0, 3), st.sampled_from([0.0, 0.05, 0.3]))
 def test_exactly_the_poisoned_samples_are_quarantined(
     seed: int, samples: int, poisoned: int, disruptions: float
@@ -118,7 +117,6 @@ def test_exactly_the_poisoned_samples_are_quarantined(
     assert all("killed by signal 9" in why for why in stream.quarantined.values())
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 300))
 def test_a_broken_machine_quarantines_nothing(seed: int, samples: int) -> None:
     """Everything is computed well, then every batch kills the worker, then the machine is repaired."""

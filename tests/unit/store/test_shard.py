@@ -98,7 +98,7 @@ def check(path: Path, samples: list[Sample], record: ShardRecord, dtype: str = "
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=9), data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shard_whole_or_cut_reads_back(tmp_path: Path, lengths: list[int], data: st.DataObject) -> None:
     store = joined(tmp_path)
     samples = [

@@ -66,6 +66,7 @@ SNAPSHOT = Snapshot("gs://bucket/activations", 1_768_573_935.0, VIEWS)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths on the screens are relative, so that lines break at the same place on every machine."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("spile.view.worker._LINE_EVERY", 1e6)  # no lines about progress, even on a busy machine
 
 
 def check(name: str, text: str) -> None:
@@ -166,6 +167,7 @@ def test_extract_and_a_resumed_run_in_a_pipe() -> None:
     check("extract-pipe", masked(text))
 
 
+@pytest.mark.slow
 def test_infer_in_a_pipe() -> None:
     Path("prompts.txt").write_text("one and one\ntwo and two\n")
     words = ("infer", "--dataset", "prompts.txt", "--output", "inference", "--layers", 0)
