@@ -82,9 +82,10 @@ def test_cudnn_equals_xla(shape: tuple[int, int, int, int], window: int | None, 
     draw = np.random.default_rng(0)
     sizes = [(2, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     q, k, v = (jnp.asarray(draw.standard_normal(size), jnp.bfloat16) for size in sizes)
-    ids = np.sort(draw.integers(1, 6, (2, length))).astype(np.int32) if several else None
-    found = jax.jit(functools.partial(attention.cudnn, window=window))(q, k, v, ids).astype(jnp.float32)
+    ids = np.sort(draw.integers(1, 6, (2, length))).astype(np.int32) if several else np.ones((2, length), np.int32)
+    how = attention.Scoring(window)
+    found = jax.jit(functools.partial(attention.cudnn, how=how))(q, k, v, ids).astype(jnp.float32)
     # on the CPU: a float32 product of each chunk's shape takes the GPU's compiler longer than the test is worth
     wide = jax.device_put([x.astype(jnp.float32) for x in (q, k, v)], jax.devices("cpu")[0])
-    exact = jax.device_put(jax.jit(functools.partial(attention.xla, window=window))(*wide, ids), jax.devices()[0])
+    exact = jax.device_put(jax.jit(functools.partial(attention.xla, how=how))(*wide, ids), jax.devices()[0])
     assert float(jnp.max(jnp.abs(found - exact))) < 0.03

@@ -1,20 +1,15 @@
 """Causal attention with grouped heads, within segments: several implementations that agree except for rounding.
 
-All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer heads, and
-
-- segments ``[rows, seq]``: which tokens of a row belong together. A token sees those before it in its own segment.
-  A segment's tokens stand side by side at rising positions, so a distance in the row is one in the sample. None: each
-  row is one segment, and its padding stands on the right, where no real token looks;
-- a window: how many positions a token sees, itself included (None: all of its segment before it);
-- a soft cap: what tanh bounds the scores by (None: nothing does);
-- sinks ``[heads]``: a score for each head that takes part in the softmax and belongs to no token (None: none).
+All take queries ``[rows, seq, heads, head_dim]``, keys and values with fewer heads, and segments ``[rows, seq]``: which
+tokens of a batch row belong to one sample. A token attends to those before it in its own segment. The tokens of a
+segment are neighbours at rising positions, so a distance in the row is a distance in the sample.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,26 +23,23 @@ from spile.spec.taps import Tap
 
 Queries = Float[Array, "rows seq heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
-Segments = Int[Array, "rows seq"] | None
+Segments = Int[Array, "rows seq"]
 Sinks = Float[Array, " heads"] | None
 
 
-@runtime_checkable
-class Attention(Protocol):
-    """An implementation of attention."""
+class Scoring(NamedTuple):
+    """The options of attention in one layer."""
 
-    def __call__(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        segments: Array | None = None,
-        *,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-    ) -> Array:
-        """Return softmax(q·k / √head_dim)·v over the positions that each token attends to."""
+    window: int | None = None
+    """How many positions a token attends to, including its own; None: all of its segment before it."""
+    softcap: float | None = None
+    """The bound that tanh puts on the scores; None: no bound."""
+    sinks: Sinks = None
+    """``[heads]``: a score of each head that takes part in the softmax and belongs to no token; None: there is none."""
+
+
+Attention = Callable[[Array, Array, Array, Array, Scoring], Array]
+"""Returns softmax(q·k / √head_dim)·v: takes queries, keys, values, segments and options."""
 
 
 def precision(dtype: DTypeLike) -> jax.lax.Precision:
@@ -63,51 +55,35 @@ def _chunk(length: int) -> int:
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
-def xla(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segments: Segments = None,
-    *,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Sinks = None,
-) -> Queries:
+def xla(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
     """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
     chunks = [
-        masked(q[:, queries], k[:, keys], v[:, keys], seen, softcap, sinks)
-        for queries, keys, seen in _chunks(q.shape[1], segments, window)
+        masked(q[:, queries], k[:, keys], v[:, keys], seen, how)
+        for queries, keys, seen in _chunks(segments, how.window)
     ]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
 
-def _chunks(length: int, segments: Segments, window: int | None) -> Iterator[tuple[slice, slice, Array]]:
+def _chunks(segments: Segments, window: int | None) -> Iterator[tuple[slice, slice, Array]]:
     """Yield chunks of queries, the keys within their window, and which key each query attends to."""
+    length = segments.shape[1]
     size = _chunk(length)
     for start in range(0, length, size):
         stop = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
         ahead = np.arange(start, stop)[:, None] - np.arange(first, stop)[None, :]
         seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
-        if segments is not None:
-            seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
+        seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
         yield slice(start, stop), slice(first, stop), seen
 
 
 def largest_weights(
-    q: Queries,
-    k: Keys,
-    segments: Segments,
-    *,
-    window: int | None,
-    softcap: float | None,
-    sinks: Sinks,
-    top: int,
+    q: Queries, k: Keys, segments: Segments, how: Scoring, top: int
 ) -> tuple[Float[Array, "rows seq heads top"], Int[Array, "rows seq heads top"]]:
     """Return the ``top`` largest attention weights of each token and head, and their places in the batch row."""
     parts = []
-    for queries, keys, seen in _chunks(q.shape[1], segments, window):
-        weights, places = masked_weights(q[:, queries], k[:, keys], seen, softcap, sinks, top)
+    for queries, keys, seen in _chunks(segments, how.window):
+        weights, places = masked_weights(q[:, queries], k[:, keys], seen, how, top)
         parts.append((weights, jnp.where(places < 0, -1, places + keys.start)))
     weights, places = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
     return weights, places
@@ -118,25 +94,24 @@ def masked(
     k: Float[Array, "rows keys kv_heads head_dim"],
     v: Float[Array, "rows keys kv_heads head_dim"],
     seen: Bool[Array, "#rows queries keys"],
-    softcap: float | None = None,
-    sinks: Sinks = None,
+    how: Scoring,
 ) -> Float[Array, "rows queries heads head_dim"]:
     """Compute attention over the keys that ``seen`` marks for each query (at least one), with softmax in float32.
 
-    Keys and values are not repeated for their groups: a group's queries lie behind one another, so that each product is
-    one product per key/value head, on a CPU two to three times as fast as the same sums written over separate axes.
+    The window is part of ``seen``. Keys and values are not repeated for their groups of heads: the queries of a group
+    are joined, so that each product is one product per key/value head. On a CPU that is two to three times as fast.
     """
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     shape = (rows, kv_heads, heads // kv_heads, length, head_dim)
-    weights, total = _softmax(q, k, seen, softcap, sinks)
+    weights, total = _softmax(q, k, seen, how)
     flat = (rows, kv_heads, heads // kv_heads * length, -1)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
     return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def _softmax(q: Array, k: Array, seen: Array, softcap: float | None, sinks: Sinks) -> tuple[Array, Array]:
+def _softmax(q: Array, k: Array, seen: Array, how: Scoring) -> tuple[Array, Array]:
     """Return the weights ``[rows, kv_heads, group, queries, keys]``, not yet divided by their sum, and the sum."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -144,10 +119,10 @@ def _softmax(q: Array, k: Array, seen: Array, softcap: float | None, sinks: Sink
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, heads // kv_heads * length, head_dim)
-    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, softcap)
+    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, how.softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
-    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
+    sink = None if how.sinks is None else how.sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
     highest = highest if sink is None else jnp.maximum(highest, sink)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -158,12 +133,11 @@ def masked_weights(
     q: Float[Array, "rows queries heads head_dim"],
     k: Float[Array, "rows keys kv_heads head_dim"],
     seen: Bool[Array, "#rows queries keys"],
-    softcap: float | None,
-    sinks: Sinks,
+    how: Scoring,
     top: int,
 ) -> tuple[Float[Array, "rows queries heads top"], Int[Array, "rows queries heads top"]]:
     """Return the largest attention weights of each query and head, and the numbers of their keys; else 0 and -1."""
-    weights, total = _softmax(q, k, seen, softcap, sinks)
+    weights, total = _softmax(q, k, seen, how)
     rows, length, heads, _ = q.shape
     found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(top, k.shape[1]))
     keys = jnp.where(found > 0, keys.astype(jnp.int32), -1)
@@ -178,11 +152,9 @@ def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) ->
     return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
 
 
-def cudnn_masked(
-    q: Array, k: Array, v: Array, seen: Array, softcap: float | None = None, sinks: Array | None = None
-) -> Array:
-    """Compute :func:`masked` with the fused kernel of cuDNN."""
-    _refuse("cuDNN", softcap, sinks)
+def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, how: Scoring) -> Array:
+    """Compute :func:`masked` with the fused kernel of cuDNN, which has neither a soft cap nor sinks."""
+    _refuse_options("cuDNN", how)
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
 
 
@@ -198,16 +170,7 @@ _NOTHING_YET, _UNSEEN = np.float32(-1e29), np.float32(-1e30)
 """The initial maximum, and the score of a masked key: far below the maximum, but finite."""
 
 
-def blocked(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segments: Segments = None,
-    *,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Sinks = None,
-) -> Queries:
+def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
     """Compute attention on a CPU, one block of scores at a time.
 
     A chunk of queries starts at the block in which its first segment begins, so a packed row costs as much as its
@@ -218,7 +181,7 @@ def blocked(
     rows, length, heads, head_dim = q.shape
     kv_heads, size = k.shape[2], min(_KEYS, -(-length // 64) * 64)
     more, half = -length % size, size // 2
-    first = _first_seen(rows, length, segments, window)
+    first = _first_seen(segments, how.window)
     q, k, v = (jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)]) for x in (q, k, v))
     first = jnp.pad(first, [(0, 0), (0, more)], constant_values=length)
     chunks = (length + more) // half
@@ -226,11 +189,11 @@ def blocked(
     queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(rows * chunks, kv_heads, -1, head_dim)
     keys = k.transpose(0, 2, 3, 1)
     values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).transpose(0, 2, 1, 3)
-    sink = None if sinks is None else jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, -1), half, axis=1)
+    sink = None if how.sinks is None else jnp.repeat(how.sinks.astype(jnp.float32).reshape(kv_heads, -1), half, axis=1)
 
     def chunk(one: tuple[Array, Array, Array]) -> Array:
         number, block, begin = one
-        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, softcap, sink)
+        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, how.softcap, sink)
 
     out = jax.lax.map(chunk, (jnp.arange(rows * chunks), queries, first.reshape(rows * chunks, half)))
     out = (
@@ -242,14 +205,11 @@ def blocked(
     return whole[:, :length]
 
 
-def _first_seen(rows: int, length: int, segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
+def _first_seen(segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
     """Return the first position in its batch row that each token attends to."""
-    place = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    if segments is None:
-        first = jnp.zeros_like(place)
-    else:
-        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], [(0, 0), (1, 0)], constant_values=True)
-        first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    first = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
     return first if window is None else jnp.maximum(first, place - (window - 1))
 
 
@@ -292,65 +252,39 @@ def _attend(
     return out
 
 
-def _refuse(kernel: str, softcap: float | None, sinks: Array | None) -> None:
-    if softcap is not None:
+def _refuse_options(kernel: str, how: Scoring) -> None:
+    if how.softcap is not None:
         raise ValueError(f"{kernel}'s attention has no soft cap")
-    if sinks is not None:
+    if how.sinks is not None:
         raise ValueError(f"{kernel}'s attention has no sinks")
 
 
-def cudnn(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segments: Segments = None,
-    *,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Sinks = None,
-) -> Queries:
+def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
     """Compute attention with the fused kernel of cuDNN, for 16-bit floats on an NVIDIA GPU. Segments become a mask."""
-    _refuse("cuDNN", softcap, sinks)
-    attend = functools.partial(jax.nn.dot_product_attention, q, k, v, is_causal=True, implementation="cudnn")
-    if segments is None:
-        local: Any = None if window is None else (window - 1, 0)
-        return attend(local_window_size=local)
+    _refuse_options("cuDNN", how)
     seen = segments[:, None, :, None] == segments[:, None, None, :]
-    if window is not None:  # Some versions of the kernel do not take a window together with a mask.
+    if how.window is not None:  # Some versions of the kernel do not take a window together with a mask.
         place = np.arange(q.shape[1])
-        seen &= jnp.asarray(place[:, None] - place[None, :] < window)
-    return attend(mask=seen)
+        seen &= jnp.asarray(place[:, None] - place[None, :] < how.window)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, mask=seen, implementation="cudnn")
 
 
 _LANES = 128
 
 
-def flash(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    segments: Segments = None,
-    *,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Sinks = None,
-    interpret: bool = False,
-) -> Queries:
+def flash(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring, *, interpret: bool = False) -> Queries:
     """Compute attention with the Pallas splash kernel for TPUs. The sequence is padded to whole blocks."""
-    _refuse("splash", None, sinks)
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
+    _refuse_options("splash", how._replace(softcap=None))
     length = q.shape[1]
     scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # The kernel does not scale scores.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     more = -length % _LANES
     q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (q, k, v))
-    kernel = _splash(q.shape[1], q.shape[2], window, softcap, interpret)
-    if segments is None:
-        out: Array = jax.vmap(kernel)(q, k, v)
-    else:
-        from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-        ids = jnp.pad(segments, [(0, 0), (0, more)])
-        out = jax.vmap(kernel)(q, k, v, SegmentIds(q=ids, kv=ids))
+    kernel = _splash(q.shape[1], q.shape[2], how.window, how.softcap, interpret)
+    ids = jnp.pad(segments, [(0, 0), (0, more)])
+    out: Array = jax.vmap(kernel)(q, k, v, SegmentIds(q=ids, kv=ids))
     return out[:, :, :length].transpose(0, 2, 1, 3)
 
 
@@ -382,32 +316,20 @@ def _splash(heads: int, length: int, window: int | None, softcap: float | None, 
 ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "blocked": blocked, "cudnn": cudnn, "flash": flash}
 
 
-def over_mesh(attention: Attention | str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
+def over_mesh(name: str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
     """Run an implementation on each device's part, because the compiler cannot partition kernels.
 
     ``batch`` and ``heads`` name the mesh axes that those dimensions are spread over.
     """
-    inner = ATTENTIONS[attention] if isinstance(attention, str) else attention
     spec = PartitionSpec(batch, None, heads, None)
 
-    def attend(
-        q: Array,
-        k: Array,
-        v: Array,
-        segments: Array | None = None,
-        *,
-        window: int | None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-    ) -> Array:
-        def part(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
-            more = {} if sinks is None else {"sinks": sinks}
-            return inner(q, k, v, segments, window=window, softcap=softcap, **more)
+    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring) -> Array:
+        def part(q: Array, k: Array, v: Array, segments: Array, sinks: Array | None) -> Array:
+            return ATTENTIONS[name](q, k, v, segments, how._replace(sinks=sinks))
 
-        rows = None if segments is None else PartitionSpec(batch, None)
-        specs = (spec, spec, spec, rows, None if sinks is None else PartitionSpec(heads))
+        specs = (spec, spec, spec, PartitionSpec(batch, None), None if how.sinks is None else PartitionSpec(heads))
         spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
-        out: Array = spread(q, k, v, segments, sinks)
+        out: Array = spread(q, k, v, segments, how.sinks)
         return out
 
     return attend

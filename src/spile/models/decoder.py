@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import ATTENTIONS, Attention, largest_weights, precision
+from spile.models.attention import ATTENTIONS, Attention, Scoring, largest_weights, precision
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
 from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm, softcap
 from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
@@ -57,7 +57,7 @@ def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelCon
 def report_head_taps(
     x: Hidden,
     tokens: Int[Array, "rows seq"],
-    segments: Int[Array, "rows seq"] | None,
+    segments: Int[Array, "rows seq"],
     params: Params,
     config: ModelConfig,
     taps: tuple[Tap, ...],
@@ -89,7 +89,7 @@ def report_head_taps(
         )
     look("logits", values)
     look("logits_ids", ids)
-    last = _is_last(tokens, segments)[..., None]
+    last = _is_last(segments)[..., None]
     return look("loss", jnp.where(last, jnp.float32(0), loss))
 
 
@@ -98,12 +98,10 @@ def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens
     return jax.nn.logsumexp(all_logits, axis=-1) - chosen_logit
 
 
-def _is_last(tokens: Int[Array, "rows seq"], segments: Int[Array, "rows seq"] | None) -> Array:
+def _is_last(segments: Int[Array, "rows seq"]) -> Array:
     """Return whether each token is the last of its sample."""
-    end = jnp.zeros(tokens.shape, bool).at[:, -1].set(True)
-    if segments is None:
-        return end
-    return end | jnp.concatenate([segments[:, 1:] != segments[:, :-1], end[:, -1:]], axis=1)
+    end = jnp.ones_like(segments[:, :1], bool)
+    return jnp.concatenate([segments[:, 1:] != segments[:, :-1], end], axis=1)
 
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -264,8 +262,7 @@ def forward(
         params: The weights.
         tokens: The token ids.
         positions: The position of each token in its sample; None: each batch row is one sample from position 0.
-        segments: Which tokens of a batch row belong to one sample; None: all of them. Padding must be on the right,
-            where the causal mask hides it.
+        segments: Which tokens of a batch row belong to one sample; None: all of them.
         config: The model.
         taps: The taps.
         attention: The implementation of attention.
@@ -276,14 +273,16 @@ def forward(
         edits: Functions that change taps, applied after those of ``params.steering``. A tap has the edited value.
     """
     runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
-    places = jnp.broadcast_to(_places(tokens, positions), tokens.shape)
-    info = TokenInfo(tokens, places, _is_last(tokens, segments))
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    segments = jnp.zeros_like(tokens) if segments is None else segments
+    info = TokenInfo(tokens, positions, _is_last(segments))
     plain = tuple(tap for tap in taps if not tap.gradient)
     asked = tuple(tap for tap in taps if tap.gradient)
 
     def compute(keep: Keep, more: Sequence[tuple[Tap, Edit]]) -> tuple[dict[Tap, Any], Array | None]:
         drawn = Drawn(plain, keep, bound_edits(params, [*edits, *more], info))
-        x = hidden(params, tokens, positions, segments, config, runs, attention, mixture, drawn, remat=bool(asked))
+        x = hidden(params, info, segments, config, runs, attention, mixture, drawn, remat=bool(asked))
         if not head_needed(taps):
             return drawn.kept, None
         return drawn.kept, report_head_taps(x, tokens, segments, params, config, taps, drawn.at(None))
@@ -299,7 +298,7 @@ def _with_gradients(
     keep: Keep,
     params: Params,
     info: TokenInfo,
-    segments: Array | None,
+    segments: Array,
 ) -> dict[Tap, Any]:
     """Return the kept values of a forward pass, and the gradients of the loss with respect to taps."""
     sites: list[Tap] = []
@@ -321,15 +320,10 @@ def _with_gradients(
     return dict(zip(sites, values, strict=True)) | {tap: keep(tap, each) for tap, each in zip(asked, rows, strict=True)}
 
 
-def _places(tokens: Array, positions: Array | None) -> Array:
-    return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-
-
 def hidden(
     params: Params,
-    tokens: Int[Array, "rows seq"],
-    positions: Int[Array, "rows seq"] | None,
-    segments: Int[Array, "rows seq"] | None,
+    info: TokenInfo,
+    segments: Int[Array, "rows seq"],
     config: ModelConfig,
     runs: Sequence[LayerRun],
     attention: str | Attention,
@@ -342,17 +336,16 @@ def hidden(
 
     ``remat``: a backward pass follows, which computes each layer again instead of keeping its values.
     """
-    places = _places(tokens, positions)
-    x = embed(params, tokens, places, config, drawn.at(None))
+    x = embed(params, info.ids, info.positions, config, drawn.at(None))
     with jax.named_scope("rope"):
-        lengths = rope.sample_lengths(places, segments) if config.rope.kind == "longrope" else None
-        angles = rope.per_layer(config, places, lengths)
+        lengths = rope.sample_lengths(info.positions, segments) if config.rope.kind == "longrope" else None
+        angles = rope.per_layer(config, info.positions, lengths)
     layers = _Layers(
         config,
         ATTENTIONS[attention] if isinstance(attention, str) else attention,
         MIXTURES[mixture] if isinstance(mixture, str) else mixture,
         angles,
-        places,
+        info.positions,
         segments,
         remat,
     )
@@ -372,12 +365,12 @@ class _Layers:
         attention: Attention,
         mixture: Mixture,
         angles: Sequence[Angles | None],
-        places: Array,
-        segments: Array | None,
+        positions: Array,
+        segments: Array,
         remat: bool,
     ) -> None:
         self._config, self._attention, self._mixture, self._remat = config, attention, mixture, remat
-        self._angles, self._places, self._segments = angles, places, segments
+        self._angles, self._positions, self._segments = angles, positions, segments
         self._traced = functools.cache(self._trace)
 
     def _trace(
@@ -385,14 +378,14 @@ class _Layers:
     ) -> Any:
         """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
-        def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array | None) -> Any:
+        def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array) -> Any:
             found: dict[Site, Array] = {}
+            how = Scoring(window, self._config.attention_softcap, layer.sinks)
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 if top:
-                    self._report_pattern(q, k, segments, window, layer.sinks, top, look)
-                more = {} if layer.sinks is None else {"sinks": layer.sinks}
-                return self._attention(q, k, v, segments, window=window, softcap=self._config.attention_softcap, **more)
+                    self._report_pattern(q, k, segments, how, top, look)
+                return self._attention(q, k, v, segments, how)
 
             def look(site: Site, value: Array) -> Array:
                 for tap, edit in edits:
@@ -405,13 +398,10 @@ class _Layers:
 
         return jax.jit(jax.checkpoint(run) if self._remat else run)
 
-    def _report_pattern(
-        self, q: Array, k: Array, segments: Array | None, window: int | None, sinks: Array | None, top: int, look: Look
-    ) -> None:
+    def _report_pattern(self, q: Array, k: Array, segments: Array, how: Scoring, top: int, look: Look) -> None:
         """Report the largest attention weights and their positions in the sample."""
-        softcap = self._config.attention_softcap
-        weights, columns = largest_weights(q, k, segments, window=window, softcap=softcap, sinks=sinks, top=top)
-        begins = self._places - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
+        weights, columns = largest_weights(q, k, segments, how, top)
+        begins = self._positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
         look("pattern", weights)
         look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
 

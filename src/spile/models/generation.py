@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import MASKED, masked_weights, precision, scaled
+from spile.models.attention import MASKED, Scoring, masked_weights, precision, scaled
 from spile.models.decoder import Drawn, Keep, TokenInfo, block, bound_edits, embed, keep_unchanged, logits, pattern_top
 from spile.models.experts import MIXTURES, Mixture
 from spile.models.layers import Look
@@ -143,12 +143,13 @@ def read_prompts(
         values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
         own = [_rows(cache[layer], chunk.slot) for cache in (keys, values)]
         seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
-        seen, how = seen.reshape(len(q), size, -1), (config.attention_softcap, params.layers[layer].sinks)
+        seen = seen.reshape(len(q), size, -1)
+        how = Scoring(config.windows[layer], config.attention_softcap, params.layers[layer].sinks)
         if top := pattern_top(taps, layer):
-            weights, positions = masked_weights(q, own[0], seen, *how, top)
+            weights, positions = masked_weights(q, own[0], seen, how, top)
             look("pattern", weights)
             look("pattern_ids", positions)
-        return MASKED[attention](q, *own, seen, *how)
+        return MASKED[attention](q, *own, seen, how)
 
     x, kept = _through(params, chunk.tokens, place, attend, config, mixture, taps, keep)
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
@@ -331,9 +332,8 @@ def _report_recalled(
     keys = jnp.concatenate([keys for keys, _, _ in pairs], axis=3).transpose(0, 2, 3, 1, 4)
     seen = jnp.concatenate([seen for _, _, seen in pairs], axis=-1)
     rows = (len(q), -1, *keys.shape[3:])
-    weights, places = masked_weights(
-        q, keys.reshape(rows), seen.reshape(len(q), 1, -1), config.attention_softcap, sinks, top
-    )
+    how = Scoring(softcap=config.attention_softcap, sinks=sinks)
+    weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how, top)
     fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
     look("pattern", weights)
     look("pattern_ids", jnp.where(places < capacity, places, fresh))

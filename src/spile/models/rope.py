@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from spile.models.architecture import ModelConfig, Rope
 
 Vector = npt.NDArray[np.float32]
-Angles = tuple[Float32[Array, "#rows seq half"], Float32[Array, "#rows seq half"]]
+Angles = tuple[Float32[Array, "rows seq half"], Float32[Array, "rows seq half"]]
 
 
 def _default(_rope: Rope, freq: Vector) -> Vector:
@@ -80,7 +80,7 @@ def angles(
     config: ModelConfig,
     positions: Int[Array, "rows seq"],
     rope: Rope | None = None,
-    lengths: Int[Array, "#rows seq"] | None = None,
+    lengths: Int[Array, "rows seq"] | None = None,
 ) -> Angles:
     """Return the cosines and sines of these positions, times the rope's amplitude.
 
@@ -101,22 +101,18 @@ def angles(
     return jnp.cos(radians) * amplitude, jnp.sin(radians) * amplitude
 
 
-def sample_lengths(
-    positions: Int[Array, "#rows seq"], segments: Int[Array, "rows seq"] | None
-) -> Int[Array, "#rows seq"]:
+def sample_lengths(positions: Int[Array, "rows seq"], segments: Int[Array, "rows seq"]) -> Int[Array, "rows seq"]:
     """Return the length of the sample that each token belongs to."""
     seq = positions.shape[1]
-    if segments is None:
-        return jnp.broadcast_to(positions[:, -1:] + 1, positions.shape)
     last = jnp.concatenate([segments[:, 1:] != segments[:, :-1], jnp.ones_like(segments[:, :1], bool)], axis=1)
     place = jnp.arange(seq, dtype=jnp.int32)[None]
     end = jax.lax.cummin(jnp.where(last, place, jnp.int32(seq)), axis=1, reverse=True)
-    lengths: Array = jnp.take_along_axis(jnp.broadcast_to(positions, segments.shape), end, axis=1) + 1
+    lengths: Array = jnp.take_along_axis(positions, end, axis=1) + 1
     return lengths
 
 
 def per_layer(
-    config: ModelConfig, positions: Int[Array, "rows seq"], lengths: Int[Array, "#rows seq"] | None = None
+    config: ModelConfig, positions: Int[Array, "rows seq"], lengths: Int[Array, "rows seq"] | None = None
 ) -> tuple[Angles | None, ...]:
     """Return the angles of each layer; None for a layer without rotary positions.
 
@@ -132,8 +128,8 @@ def per_layer(
 
 def rotate(
     x: Float[Array, "rows seq heads head_dim"],
-    cos: Float32[Array, "#rows seq half"],
-    sin: Float32[Array, "#rows seq half"],
+    cos: Float32[Array, "rows seq half"],
+    sin: Float32[Array, "rows seq half"],
     *,
     interleaved: bool = False,
 ) -> Float[Array, "rows seq heads head_dim"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -14,8 +13,10 @@ from jax.sharding import Mesh
 
 from spile.models import attention
 from spile.models.architecture import ModelConfig
+from spile.models.attention import Scoring
 
 CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
+PLAIN = Scoring()
 
 
 def slow(*sizes: tuple[int, int | None]) -> list[Any]:
@@ -53,8 +54,19 @@ def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, b
 @pytest.mark.parametrize("name", ["xla", "blocked"])
 def test_plain_attention_for_any_chunks(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=1)
-    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v)
+    found = attend(attention.ATTENTIONS[name], Scoring(window))(q, k, v)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
+
+
+def attend(implementation: Any, how: Scoring = PLAIN, **more: Any) -> Any:
+    """Compile an implementation; without segments, each row is one."""
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
+        out: jax.Array = implementation(q, k, v, segments, how, **more)
+        return out
+
+    return jax.jit(run)
 
 
 def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
@@ -75,22 +87,16 @@ def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
 def test_stays_within_a_segment(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=2)
     segments = pieces(length, 2)
-    found = jax.jit(functools.partial(attention.ATTENTIONS[name], window=window))(q, k, v, segments)
+    found = attend(attention.ATTENTIONS[name], Scoring(window))(q, k, v, segments)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window, np.asarray(segments)), atol=2e-6)
-
-
-def test_one_segment_per_row_is_what_no_segments_mean() -> None:
-    q, k, v = inputs(300, batch=2)
-    run = jax.jit(functools.partial(attention.xla, window=9))
-    np.testing.assert_allclose(run(q, k, v, jnp.ones((2, 300), jnp.int32)), run(q, k, v), atol=1e-6)
 
 
 @pytest.mark.parametrize(("length", "window"), [(130, 40), *slow((300, 1), (520, None))])
 def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
     segments = pieces(length, 2)
-    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v, segments)
-    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, window=window), atol=3e-6)
+    found = attend(attention.flash, Scoring(window), interpret=True)(q, k, v, segments)
+    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, Scoring(window)), atol=3e-6)
 
 
 def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_are() -> None:
@@ -98,11 +104,9 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
     segments = pieces(400, 2)
     for dtype, off in ((jnp.float32, 2e-5), (jnp.bfloat16, 0.03)):
         cast = [x.astype(dtype) for x in (q * 30, k, v)]
-        found = jax.jit(functools.partial(attention.blocked, window=50, softcap=20.0))(*cast, segments)
+        found = attend(attention.blocked, Scoring(50, 20.0))(*cast, segments)
         assert found.dtype == dtype
-        exact = jax.jit(functools.partial(attention.xla, window=50, softcap=20.0))(
-            *(x.astype(jnp.float32) for x in cast), segments
-        )
+        exact = attend(attention.xla, Scoring(50, 20.0))(*(x.astype(jnp.float32) for x in cast), segments)
         np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
 
 
@@ -110,26 +114,21 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
 def test_a_sink_is_a_key_without_a_value(name: str) -> None:
     q, k, v = inputs(300)
     sinks = jnp.asarray([0.5, 3.0, -2.0, 40.0])
-    attend = functools.partial(attention.ATTENTIONS[name], window=40)
-    without, found = (jax.jit(attend)(q, k, v, **more) for more in ({}, {"sinks": sinks}))
+    hows = (Scoring(40), Scoring(40, sinks=sinks))
+    without, found = (attend(attention.ATTENTIONS[name], how)(q, k, v) for how in hows)
     # The scores of a query whose window is one position are q·k alone: its weight is a sigmoid.
     score = jnp.einsum("rhd,rhd->rh", q[:, 0], jnp.repeat(k[:, 0], 2, axis=1)) / 4.0
     weight = jax.nn.sigmoid(score - sinks)
     np.testing.assert_allclose(found[:, 0], without[:, 0] * weight[..., None], atol=2e-6)
-    np.testing.assert_allclose(
-        found, jax.jit(functools.partial(attention.xla, window=40))(q, k, v, sinks=sinks), atol=2e-6
-    )
+    np.testing.assert_allclose(found, attend(attention.xla, hows[1])(q, k, v), atol=2e-6)
     assert float(jnp.abs(found[:, :, 3]).max()) < 1e-10
     with pytest.raises(ValueError, match="sinks"):
-        attention.cudnn(q, k, v, window=None, sinks=sinks)
+        attend(attention.cudnn, hows[1])(q, k, v)
 
 
 def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
     q, k, v = inputs(300, batch=1)
-    found, exact = (
-        jax.jit(functools.partial(attend, window=None))(q * 1e4, k * 1e4, v, pieces(300, 1))
-        for attend in (attention.blocked, attention.xla)
-    )
+    found, exact = (attend(each)(q * 1e4, k * 1e4, v, pieces(300, 1)) for each in (attention.blocked, attention.xla))
     np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
@@ -143,29 +142,26 @@ def test_chunks_are_few_and_bounded() -> None:
 @pytest.mark.parametrize(("length", "window"), [(384, 200), *slow((128, None), (100, None))])
 def test_flash_equals_xla(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
-    found = jax.jit(functools.partial(attention.flash, window=window, interpret=True))(q, k, v)
+    found = attend(attention.flash, Scoring(window), interpret=True)(q, k, v)
     assert found.shape == q.shape
-    np.testing.assert_allclose(found, attention.xla(q, k, v, window=window), atol=3e-6)
+    np.testing.assert_allclose(found, attend(attention.xla, Scoring(window))(q, k, v), atol=3e-6)
 
 
 @pytest.mark.slow
 def test_flash_in_bfloat16() -> None:
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(200, head_dim=128, heads=4, kv_heads=1, batch=1))
-    found = attention.flash(q, k, v, window=None, interpret=True)
+    found = attend(attention.flash, interpret=True)(q, k, v)
     assert found.dtype == jnp.bfloat16
-    exact = attention.xla(*(x.astype(jnp.float32) for x in (q, k, v)), window=None)
+    exact = attend(attention.xla)(*(x.astype(jnp.float32) for x in (q, k, v)))
     np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=0.03)
 
 
 def test_over_mesh_is_the_same() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     q, k, v = inputs(40)
-    attend = attention.over_mesh("xla", mesh, "data", "model")
-    for segments in (None, pieces(40, 2)):
-        np.testing.assert_array_equal(
-            jax.jit(functools.partial(attend, window=5))(q, k, v, segments),
-            jax.jit(functools.partial(attention.xla, window=5))(q, k, v, segments),
-        )
+    spread, segments = attention.over_mesh("xla", mesh, "data", "model"), pieces(40, 2)
+    found, alone = (attend(each, Scoring(5))(q, k, v, segments) for each in (spread, attention.xla))
+    np.testing.assert_array_equal(found, alone)
 
 
 @pytest.mark.parametrize(
