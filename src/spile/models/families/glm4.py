@@ -30,7 +30,7 @@ GLM = Family(
     names=_FUSED,
 )
 
-FAMILY = Family(
+GLM4 = Family(
     model_types=("glm4",),
     models="GLM-4-0414, GLM-Z1",
     differs="as `glm`, with norms after attention and MLP too",

@@ -1,19 +1,44 @@
-"""Mistral 7B, Nemo and Ministral: one attention window for all layers."""
+"""Mistral, with one attention window for all layers, and Mixtral, with routed experts."""
 
 from __future__ import annotations
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, uniform_windows
+from dataclasses import replace
+
+from spile.models.architecture import Experts, ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder, extend, uniform_windows
 
 
-def _read(fields: ConfigFields) -> ModelConfig:
+def _read_mistral(fields: ConfigFields) -> ModelConfig:
     return decoder(fields, windows=uniform_windows(fields))
 
 
-FAMILY = Family(
+MISTRAL = Family(
     model_types=("mistral",),
     models="Mistral 7B, Nemo, Ministral 8B",
     differs="one attention window for all layers (`sliding_window`)",
     example=("mistralai/Mistral-7B-v0.1", {"num_key_value_heads": 8, "intermediate_size": 14_336}),
-    read=_read,
+    read=_read_mistral,
+)
+
+
+def _read_mixtral(fields: ConfigFields) -> ModelConfig:
+    config = decoder(fields, windows=uniform_windows(fields))
+    count, chosen = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
+    return replace(config, experts=Experts(count, chosen, config.d_ff, normalized=True))
+
+
+MIXTRAL = Family(
+    model_types=("mixtral",),
+    models="Mixtral 8x7B, 8x22B",
+    differs="as `mistral`, with routed experts whose weights sum to 1",
+    example=("mistralai/Mixtral-8x7B-v0.1", {}),
+    read=_read_mixtral,
+    names=extend(
+        {
+            "block_sparse_moe.gate.weight": "router",
+            "block_sparse_moe.experts.{e}.w1.weight": "gate",
+            "block_sparse_moe.experts.{e}.w3.weight": "up",
+            "block_sparse_moe.experts.{e}.w2.weight": "down",
+        }
+    ),
 )

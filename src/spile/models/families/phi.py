@@ -1,12 +1,12 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention and MLP read the same normed residual stream."""
+"""Phi-1 and 2, whose attention and MLP read the same normed residual stream, and Phi-3 and 4, with fused matrices."""
 
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Names, decoder
+from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope, uniform_windows
 
 
-def _read(fields: ConfigFields) -> ModelConfig:
+def _read_phi(fields: ConfigFields) -> ModelConfig:
     return decoder(
         fields,
         eps="layer_norm_eps",
@@ -22,13 +22,13 @@ def _read(fields: ConfigFields) -> ModelConfig:
     )
 
 
-FAMILY = Family(
+PHI = Family(
     model_types=("phi",),
     models="Phi-1, Phi-1.5, Phi-2",
     differs="LayerNorm, one for attention and MLP together, which both read the same residual stream; a plain MLP; a "
     "bias on the LM head; a part of each head rotated",
     example=("microsoft/phi-2", {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10_240}),
-    read=_read,
+    read=_read_phi,
     names=Names(
         once={
             "embed": "embed_tokens.weight",
@@ -51,5 +51,29 @@ FAMILY = Family(
             "mlp.fc2.weight": "down",
             "mlp.fc2.bias": "down_bias",
         },
+    ),
+)
+
+
+def _read_phi3(fields: ConfigFields) -> ModelConfig:
+    rope = read_rope(fields, kinds={"su": "longrope", "yarn": "longrope"})
+    return decoder(fields, rope=rope, partial_rotary=True, windows=uniform_windows(fields))
+
+
+PHI3 = Family(
+    model_types=("phi3",),
+    models="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, with longrope too",
+    differs="queries, keys and values in one matrix, gate and up in another; one attention window for all layers",
+    example=("microsoft/Phi-3-mini-4k-instruct", {}),
+    read=_read_phi3,
+    names=Names(
+        layer={
+            "input_layernorm.weight": "attn_norm",
+            "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
+            "self_attn.o_proj.weight": "o",
+            "post_attention_layernorm.weight": "mlp_norm",
+            "mlp.gate_up_proj.weight": Fused(("gate", "up")),
+            "mlp.down_proj.weight": "down",
+        }
     ),
 )
