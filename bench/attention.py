@@ -6,7 +6,6 @@ padded with a mask.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ def inputs(heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
 def with_jax(name: str, arrays: list[np.ndarray]) -> Callable[[], Any]:
     """Return one implementation, compiled."""
     segments = jnp.asarray(np.repeat([[1, 2]], _TOKENS // _ROW, 0).repeat(_ROW // 2, 1), jnp.int32)
-    attend = jax.jit(functools.partial(ATTENTIONS[name], how=Scoring()))
+    attend = jax.jit(lambda *given: ATTENTIONS[name](*given, Scoring()))
     values = [jnp.asarray(array) for array in arrays]
     return lambda: attend(*values, segments).block_until_ready()
 

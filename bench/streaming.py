@@ -23,11 +23,11 @@ _FILE_ROWS, _GROUP_ROWS = 500_000, 10_000
 _RUN = """
 import json, sys
 from spile.spec.run import make_spec
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.progress import Progress, Timeline
 
 progress = Progress(timeline=Timeline.of_process())
-done = extract(make_spec(json.loads(sys.argv[1])), progress=progress)
+done = run_stream(make_spec(json.loads(sys.argv[1])), progress=progress)
 wall = done.progress.wall
 print(json.dumps({"data": wall.start, "first": wall.start + wall.compile, "memory": done.peak_memory,
                   "samples": done.progress.samples, "held": done.samples}))

@@ -216,12 +216,12 @@ def extract(
         spile.errors.UserError: An argument is wrong; nothing was changed.
 
     """
-    from spile.worker.extract import extract as run
+    from spile.worker.extract import run_stream
 
     with naming("spile.extract"):
         spec = _run_spec("extract", model, data, output, taps, options)
         with _shown(progress, stop) as (counters, ended):
-            return run(spec, progress=counters, stop=ended, hosts=hosts)
+            return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
 def stream(
@@ -278,14 +278,14 @@ def infer(
         hosts: As for :func:`extract`.
         options: The flags of ``spile infer``, with underscores.
     """
-    from spile.worker.infer import infer as run
+    from spile.worker.extract import run_stream
 
     with naming("spile.infer"):
         event = stop if isinstance(stop, threading.Event) else None
         words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
         spec = _run_spec("infer", model, data, output, taps, {**options, **words})
         with _shown(progress, event) as (counters, ended):
-            return run(spec, progress=counters, stop=ended, hosts=hosts)
+            return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
 def plan(

@@ -31,7 +31,7 @@ WHOLE = 48 * VARIANTS
 
 MANY = """
 import json
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
@@ -39,7 +39,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
         data = DataSpec(max_seq_length={length}, max_samples=count, prompt=PromptSpec(predictions_per_task={variants}))
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
                            mesh_shape=tuple(mesh), shard_size_gb=5e-5)
-        summary = extract(spec, hosts=hosts)
+        summary = run_stream(spec, hosts=hosts)
         assert summary.complete, name
         with open({root!r} + f"/{{name}}-{{me}}.txt", "w") as file:
             file.write(f"{{summary.progress.samples}} {{summary.samples}}")
@@ -53,13 +53,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def alone(root: Path, variants: int) -> Dataset:
-    from spile.worker.extract import extract
+    from spile.worker.extract import run_stream
 
     data = DataSpec(max_seq_length=LENGTH, prompt=PromptSpec(predictions_per_task=variants))
     spec = ExtractSpec(
         data=data, output=str(root), store_dtype="float32", layers=(1, 3), batch_size=1, mesh_shape=(1, 1)
     )
-    extract(spec)
+    run_stream(spec)
     return open_dataset(str(root))
 
 
@@ -242,7 +242,7 @@ def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, refere
     """The other host has no signal; both commit what they have, say so by exit code 130, and the run goes on alone."""
     body = """
 import threading
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.progress import Progress
 from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
@@ -252,7 +252,7 @@ if me == 1:  # as a signal's handler does, once the second batch has come home
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task={variants}))
     spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
-    summary = extract(spec, stop=stop, progress=progress, hosts=pod)
+    summary = run_stream(spec, stop=stop, progress=progress, hosts=pod)
     with open({root!r} + f"/../ended-{{me}}", "w") as file:
         file.write(f"{{summary.exit_code}} {{summary.samples}}")
 """
@@ -288,7 +288,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
             other.commit([], [Skip(0, "x", "taken by another")])
         return found
     module._agree_on_stream = agreed
-    module.extract(spec, hosts=pod)
+    module.run_stream(spec, hosts=pod)
 """
     with launch(tmp_path, body.format(root=str(tmp_path / "out")), 2) as group:
         ended = group.wait(280)

@@ -12,14 +12,14 @@ from pod.launching import launch
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.store.verification import verify
-from spile.worker.infer import infer
+from spile.worker.extract import run_stream
 
 COUNT = 11
 """More than there are slots, and no multiple of the devices."""
 
 BODY = """
 import json
-from spile.worker.infer import infer
+from spile.worker.extract import run_stream
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
@@ -27,7 +27,7 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
         data = DataSpec(dataset={tasks!r}, max_seq_length=64, long="skip")
         spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(0, 5), batch_size=1,
                            mesh_shape=tuple(mesh), shard_size_gb=5e-5, generation=GenerationSpec(24, **drawing))
-        assert infer(spec, hosts=hosts).complete, name
+        assert run_stream(spec, hosts=hosts).complete, name
 """
 DRAWING = {"temperature": 0.7, "top_p": 0.9}
 
@@ -64,7 +64,7 @@ def test_processes_give_the_answers_of_one(
         data = DataSpec(dataset=str(tasks), max_seq_length=64, long="skip")
         spec = ExtractSpec(data=data, output=str(alone), store_dtype="float32", layers=(0, 5), batch_size=3,
                            mesh_shape=(1, 1), generation=GenerationSpec(24, **drawing))  # fmt: skip
-        assert infer(spec).complete
+        assert run_stream(spec).complete
         assert answer_tokens(tmp_path / name) == answer_tokens(alone)
         report = verify(str(tmp_path / name))
         assert report.ok, report.all_problems

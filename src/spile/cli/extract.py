@@ -185,19 +185,16 @@ def run_stream(
 ) -> int:
     """Run one stream with a progress display, and return the exit code. ``hosts``: the pod, if it was joined before."""
     from spile.view.worker import watched
+    from spile.worker import extract as worker
     from spile.worker.pod.pod import log_devices
     from spile.worker.signals import end_soon
 
-    if spec.generation is None:
-        from spile.worker.extract import extract as run
-    else:
-        from spile.worker.infer import infer as run
     joined = pod.joined(log, identity) if hosts is None else nullcontext(hosts)
     with joined as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
             log_devices(hosts, log)
-        summary = run(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
+        summary = worker.run_stream(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             if verbose:
                 for span in watch.progress.timeline.spans():

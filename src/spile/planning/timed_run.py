@@ -88,12 +88,12 @@ def _run(spec: ExtractSpec, folder: Path, cache: str) -> TimedRun:
 
 
 def _main() -> None:
-    from spile.worker.extract import extract
+    from spile.worker.extract import run_stream
     from spile.worker.progress import Progress, Timeline
 
     progress = Progress(timeline=Timeline.of_process())
     spec = pickle.loads(Path(sys.argv[1]).read_bytes())  # noqa: S301 - written by _run, a moment ago
-    done = extract(spec, progress=progress).progress
+    done = run_stream(spec, progress=progress).progress
     print(json.dumps({"tokens": done.tokens, "programs": done.shapes, "wall": asdict(done.wall)}))
 
 

@@ -1,6 +1,6 @@
 """Run a stream: resolve the spec, load the model, join the ledger, run the pipeline, finish the stream.
 
-``extract`` and ``infer`` differ only in their producer and in what is written at the end.
+``spile extract`` and ``spile infer`` differ only in their producer and in what is written at the end.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
@@ -40,6 +39,7 @@ from spile.store.quarantine import (
 from spile.store.stream import StreamStore, claim_answers, join_run, join_stream, read_stream, write_spec
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
+from spile.worker.infer import answer_producer, check_generation, write_answers
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
 from spile.worker.producer import OutOfDeviceMemory, Producer, TokenLimit, with_positions
@@ -48,10 +48,6 @@ from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
 from spile.worker.torch_producers import torch_producer
 
-MakeProducer = Callable[[ResolvedRun, Progress, SampleReader], Producer]
-"""Loads the model onto its devices; may look at the samples that come next."""
-Finish = Callable[[ResolvedRun, StreamStore], None]
-"""Writes what is derived from the ledger once nothing is left to do."""
 _CONTROLS = 64
 """Stored samples of which one is computed again before a suspect is tried alone. Some of them may have been skipped."""
 _MOST_FAILURES = 4
@@ -60,14 +56,16 @@ _LAST_WRITE = 10.0
 """Seconds for the last record of a worker that hangs."""
 
 
-def extract(
+def run_stream(
     spec: ExtractSpec,
     *,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     hosts: WorkerGroup | None = None,
 ) -> Summary:
-    """Run a model over a stream and store its activations. Samples in the ledger are not done again.
+    """Run a model over a stream and store its activations, and its answers if the spec has generation settings.
+
+    Samples in the ledger are not computed again.
 
     Args:
         spec: The run spec.
@@ -79,20 +77,8 @@ def extract(
         What the stream holds afterwards.
 
     """
-    return run_stream(spec, make_producer, progress=progress, stop=stop, hosts=hosts)
-
-
-def run_stream(
-    spec: ExtractSpec,
-    make: MakeProducer,
-    *,
-    finish: Finish = lambda _run, _stream: None,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
-    hosts: WorkerGroup | None = None,
-) -> Summary:
-    """Do what is left of a stream with the producer that ``make`` returns."""
     progress, hosts = progress or Progress(), (hosts or SingleProcess()).begin_run()
+    check_generation(spec)
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check(spec, progress, hosts)
@@ -104,14 +90,14 @@ def run_stream(
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
         run.samples.compare(stream.ledger.parts, stream.ledger.end)
-        return _finish(run, stream, finish, progress, hosts, device="none: nothing was left to do")
+        return _finish(run, stream, progress, hosts, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
     with ExitStack() as stack:
         status = None if stream is None else stack.enter_context(_status_files(run, stream, progress, hosts))
         done = Ranges() if stream is None else stream.ledger.done
         reader = _read(run, stream, done)
         stack.callback(lambda: reader.close())
-        producer = make(run, progress, reader)
+        producer = make_producer(run, progress, reader)
         if hosts.first:
             progress.log(f"{spec.model} on {producer.describe()}")
         hosts.barrier("model_loaded")
@@ -140,7 +126,7 @@ def run_stream(
         hosts.barrier("complete")
         ledger = stream if hosts.first else join(run)
         return _summary(run, ledger, progress, interrupted=True, device=producer.describe())
-    return _finish(run, stream, finish, progress, hosts, device=producer.describe())
+    return _finish(run, stream, progress, hosts, device=producer.describe())
 
 
 def _check(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
@@ -365,23 +351,24 @@ class StreamWork:
             write_trials(self._stream.folder, trials)
 
 
-def _finish(
-    run: ResolvedRun, stream: StreamStore, finish: Finish, progress: Progress, hosts: WorkerGroup, *, device: str
-) -> Summary:
+def _finish(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup, *, device: str) -> Summary:
     if hosts.first:
         stream.finish()
-        finish(run, stream)
+        if run.spec.generation is not None:
+            write_answers(run, stream)
         write_checkpoint_file(run.spec, stream, "completed", progress.log)
     hosts.barrier("complete")
     ledger = stream if hosts.first else join(run)
     return _summary(run, ledger, progress, interrupted=False, device=device)
 
 
-# -- the producer of extract ------------------------------------------------------------------------------------------
+# -- the producer ------------------------------------------------------------------------------------------
 
 
 def make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> Producer:
-    """Load the model in JAX or in PyTorch."""
+    """Load the model onto its devices. The producer may look at the samples that come next."""
+    if run.spec.generation is not None:
+        return answer_producer(run, progress, reader)
     if run.spec.backend == "torch":
         return torch_producer(run.files, run.taps, run.spec, run.sizes.batch_tokens, progress)
     return make_device_producer(run, progress, reader)

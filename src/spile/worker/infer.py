@@ -8,7 +8,6 @@ batch of ``infer`` is one finished answer whose rows are in host memory; ``start
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -33,11 +32,9 @@ from spile.store.predictions import merged
 from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.store.streams import find_streams
 from spile.worker.batches import Batch, BatchPlan
-from spile.worker.extract import run_stream
 from spile.worker.generator import make_generator
-from spile.worker.pod.pod import WorkerGroup
 from spile.worker.producer import Answer, AnswerRows, BatchProducer, Control, RowBlock, Verdict
-from spile.worker.progress import Progress, Summary
+from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun
 from spile.worker.torch_producers import TorchGenerator, torch_models
 
@@ -45,27 +42,10 @@ _TOKEN_BYTES = 8
 """About what a token of an answer takes in ``predictions.jsonl``."""
 
 
-def infer(
-    spec: ExtractSpec,
-    *,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
-    hosts: WorkerGroup | None = None,
-) -> Summary:
-    """Answer every prompt of a stream; store answers and activations. Samples in the ledger are not done again.
-
-    Args:
-        spec: The run spec; ``spec.generation`` says how answers are made.
-        progress: Counters and messages for a display.
-        stop: Set it to commit what is done and return.
-        hosts: The pod that this process is part of. Every process of the pod makes this call.
-
-    Returns:
-        What the stream holds afterwards.
-
-    """
+def check_generation(spec: ExtractSpec) -> None:
+    """Refuse prompts and taps that are impossible while answers are generated."""
     if spec.generation is None:
-        raise SpecError("infer", expected="a spec with generation settings", found="none")
+        return
     if spec.data.prompt.pack:
         raise SpecError("--pack", expected="one prompt per sample", found="--pack, which joins documents")
     refused = [site for site in tap_kinds(spec.taps) if site.startswith(MODULE) or head_needed((Tap(site),))]
@@ -76,39 +56,22 @@ def infer(
             found=", ".join(refused),
             fix="leave it out; predictions.jsonl has the log-probability of each token",
         )
-    return run_stream(spec, _make_producer, finish=write_answers, progress=progress, stop=stop, hosts=hosts)
 
 
-def _make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> AnswerProducer:
+def answer_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> AnswerProducer:
+    """Load the model in JAX or in PyTorch, ready to generate answers."""
     generation = run.identity.generation
-    assert generation is not None  # noqa: S101 - infer refuses a spec without
+    assert generation is not None  # noqa: S101 - the caller has checked the spec
     if run.spec.positions == ANSWER:  # no row of a prompt is stored, so none leaves the device
         generation = replace(generation, capture="answer")
+    source: AnswerSource
+    if run.spec.backend == "torch":
+        models = torch_models(run.files, run.spec, progress)
+        source = TorchGenerator(models, run.taps, generation=generation, spec=run.spec, progress=progress)
+    else:
+        source = make_generator(run, generation, progress, reader)
     return AnswerProducer(
-        _make_source(run, generation, progress, reader),
-        run.tokenizer,
-        generation,
-        progress,
-        positions=run.spec.positions,
-        seed=run.spec.data.seed,
-    )
-
-
-def _make_source(
-    run: ResolvedRun, generation: GenerationSpec, progress: Progress, reader: SampleReader
-) -> AnswerSource:
-    spec = run.spec
-    if spec.backend != "torch":
-        return make_generator(run, generation, progress, reader)
-    return TorchGenerator(
-        torch_models(run.files, spec, progress),
-        run.taps,
-        generation=generation,
-        seed=spec.data.seed,
-        dtype=spec.dtype,
-        store_dtype=spec.store_dtype,
-        batch_size=spec.batch_size,
-        progress=progress,
+        source, run.tokenizer, generation, progress, positions=run.spec.positions, seed=run.spec.data.seed
     )
 
 

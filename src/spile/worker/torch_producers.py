@@ -209,26 +209,19 @@ class TorchGenerator:
         taps: Sequence[Tap],
         *,
         generation: GenerationSpec,
-        seed: int,
-        dtype: str,
-        store_dtype: str,
-        batch_size: int | None = None,
-        progress: Progress | None = None,
+        spec: ExtractSpec,
+        progress: Progress,
     ) -> None:
         self._hooks = [Hooks(model, taps) for model in replicas]
-        self._model, self._dtype, self._progress = replicas[0], dtype, progress or Progress()
+        self._model, self._dtype, self._progress = replicas[0], spec.dtype, progress
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
             model.generation_config = type(model.generation_config)(pad_token_id=0)
         self._stop = threading.Event()
-        self._size = batch_size or _BATCH[input_device(self._model).type]
+        self._size = spec.batch_size or _BATCH[input_device(self._model).type]
         self._padded = left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self._options = _Options(
-            tuple(taps),
-            generation,
-            Sampling(generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p, seed),
-            store_dtype,
-        )
+        chosen = generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p
+        self._options = _Options(tuple(taps), generation, Sampling(*chosen, spec.data.seed), spec.store_dtype)
 
     def describe(self) -> str:
         """Return ``PyTorch on 2 × NVIDIA H200, bfloat16, 128 answers at a time``."""

@@ -17,7 +17,7 @@ from spile.errors import ModelError
 from spile.models import model_files, weights
 from spile.models.adapters import find_adapter
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
-from spile.worker.infer import infer
+from spile.worker.extract import run_stream
 
 RANK = 3
 
@@ -152,7 +152,9 @@ def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
     def answer_tokens(output: Path, **which: Any) -> str:
         data = DataSpec(max_seq_length=512, max_samples=2)
         generation = GenerationSpec(max_new_tokens=8)
-        infer(ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation))
+        run_stream(
+            ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation)
+        )
         return (output / "stream_0" / "predictions.jsonl").read_text()
 
     found = answer_tokens(tmp_path / "a", model=str(embedded), adapter=str(adapter))

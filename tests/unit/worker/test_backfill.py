@@ -17,7 +17,7 @@ from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.taps import parse_taps
 from spile.store.verification import verify
 from spile.worker.backfill import add_taps
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.recompute import recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
 
@@ -38,8 +38,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"text": f"{n} a b c d {n} e f g {'h ' * n}", "label": n} for n in range(8)]
     rows.append({"text": " ", "label": 8})  # which is skipped
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    extract(spec(folder, "base"))
-    extract(spec(folder, "whole", taps=("residual", "mlp", "z"), layers=(0, 1, 2)))
+    run_stream(spec(folder, "base"))
+    run_stream(spec(folder, "whole", taps=("residual", "mlp", "z"), layers=(0, 1, 2)))
     return folder
 
 
@@ -134,7 +134,7 @@ def test_again_there_is_nothing_to_do(with_added: Path) -> None:
 )
 def test_positions_and_encodings_are_the_dataset_s(made: Path, tmp_path: Path, more: dict[str, str]) -> None:
     root = tmp_path / "root"
-    extract(spec(made, "unused", output=str(root), **more))
+    run_stream(spec(made, "unused", output=str(root), **more))
     add_taps(backfill(root))
     report = verify(str(root), recompute=recomputer(str(root)), k=8)
     assert report.ok, report.all_problems
@@ -182,11 +182,11 @@ def test_what_is_refused(made: Path, base: Path, tmp_path: Path) -> None:
 def test_an_unfinished_dataset_is_refused(made: Path, tmp_path: Path) -> None:
     root = tmp_path / "some"
     asked = spec(made, "unused", output=str(root))
-    extract(replace(asked, data=replace(asked.data, max_samples=3)))
+    run_stream(replace(asked, data=replace(asked.data, max_samples=3)))
     refusal(SpecError, f"expected a finished dataset in {root}, found 3 of 9 samples in stream 0", backfill(root))
     add_taps(backfill(root, max_samples=3))
     assert verify(str(root), max_samples=3).ok
-    extract(asked)  # the dataset grows: what was added lacks the new rows, and is finished by the same command
+    run_stream(asked)  # the dataset grows: what was added lacks the new rows, and is finished by the same command
     assert "mlp.2" not in spile.open(str(root)).taps
     add_taps(backfill(root))
     assert "mlp.2" in spile.open(str(root)).taps
@@ -207,7 +207,7 @@ def test_another_model_or_tokenizer_is_refused(made: Path, base: Path, tmp_path:
 
 def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, with_added: Path) -> None:
     base = with_added
-    extract(spec(made, "unused", output=str(base), checkpointing=False, overwrite=True))
+    run_stream(spec(made, "unused", output=str(base), checkpointing=False, overwrite=True))
     assert not list(base.glob("stream_0/added_*/**/*.safetensors"))
     assert spile.open(str(base)).taps == ("residual.0", "residual.2")
     assert verify(str(base)).ok
@@ -219,7 +219,7 @@ def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, wi
 def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, with_added: Path, tmp_path: Path) -> None:
     """As an older version, which did not know added taps, would leave it."""
     other = tmp_path / "other"
-    extract(spec(made, "unused", output=str(other)))
+    run_stream(spec(made, "unused", output=str(other)))
     (folder,) = with_added.glob("stream_0/added_*")
     shutil.copytree(folder, other / "stream_0" / folder.name)
     assert spile.open(str(other)).taps == ("residual.0", "residual.2")

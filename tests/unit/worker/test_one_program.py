@@ -8,7 +8,7 @@ import pytest
 
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.worker.device import DeviceProducer
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.progress import Progress, Timeline
 
 
@@ -33,7 +33,7 @@ def test_one_or_two_programs_are_compiled_and_the_wall_time_is_shown(
         model="embedded", data=DataSpec(dataset="embedded", max_samples=14), output=str(tmp_path), layers=(0,)
     )
     progress = Progress(timeline=Timeline.of_process())
-    visit = extract(spec, progress=progress).progress
+    visit = run_stream(spec, progress=progress).progress
     assert 1 <= len(compiled) <= 2
     assert compiled[0] == (1, 4096, 4096)  # Without --positions, every row of the batch is stored.
     assert visit.shapes == len(compiled)

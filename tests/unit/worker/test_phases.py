@@ -16,7 +16,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import read_beat
 from spile.worker import extract as module
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.progress import Progress
 
 __all__ = ["cloud_url", "clouds", "shared_clouds"]
@@ -37,7 +37,7 @@ def spec(tmp_path: Path) -> ExtractSpec:
 
 def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
     progress = Recorded()
-    extract(spec, progress=progress)
+    run_stream(spec, progress=progress)
     order = [Phase.LOOKING, Phase.LOADING, Phase.COMPILING, Phase.RUNNING, Phase.WRITING, Phase.DONE]
     seen = list(dict.fromkeys(progress.__dict__["seen"]))
     # The program is compiled beside the loading: where that took longer, nobody waits for the compiler.
@@ -46,18 +46,18 @@ def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
 
 def test_the_first_line_of_a_run_names_the_device(spec: ExtractSpec) -> None:
     seen: list[str] = []
-    summary = extract(spec, progress=Progress(log=seen.append))
+    summary = run_stream(spec, progress=Progress(log=seen.append))
     assert seen[0] == f"embedded on {summary.device}"
     assert "cpu" in seen[0]
     again: list[str] = []
-    extract(spec, progress=Progress(log=again.append))
+    run_stream(spec, progress=Progress(log=again.append))
     assert again == []  # Nothing was left to do, so that no device was used.
 
 
 @pytest.mark.parametrize("cloud_url", ["gs"], indirect=True)
 def test_the_end_of_a_run_into_a_bucket_is_an_upload(spec: ExtractSpec, cloud_url: str) -> None:
     progress = Recorded()
-    extract(replace(spec, output=cloud_url), progress=progress)
+    run_stream(replace(spec, output=cloud_url), progress=progress)
     assert Phase.UPLOADING in progress.__dict__["seen"]
     assert Phase.WRITING not in progress.__dict__["seen"]
 
@@ -66,7 +66,7 @@ def test_a_stream_begun_before_says_that_it_is_loading_and_why_it_could_not(
     spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading takes minutes: without this a resumed stream's heartbeat would be the dead worker's for as long."""
-    extract(replace(spec, data=replace(spec.data, max_samples=2)))
+    run_stream(replace(spec, data=replace(spec.data, max_samples=2)))
     stream = open_folder(spec.output).child("stream_0")
 
     def loads(*_: object) -> None:
@@ -78,7 +78,7 @@ def test_a_stream_begun_before_says_that_it_is_loading_and_why_it_could_not(
 
     monkeypatch.setattr(module, "make_producer", loads)
     with pytest.raises(ModelError, match="no such weights"):
-        extract(spec)
+        run_stream(spec)
     beat = read_beat(stream)
     assert beat is not None
     assert (beat.phase, beat.last_error) == (Phase.FAILED, "no such weights")
@@ -92,5 +92,5 @@ def test_a_new_stream_leaves_nothing_where_its_model_cannot_be_loaded(
 
     monkeypatch.setattr(module, "make_producer", loads)
     with pytest.raises(ModelError):
-        extract(spec)
+        run_stream(spec)
     assert not Path(spec.output).exists()

@@ -26,7 +26,7 @@ from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import DeviceProducer
-from spile.worker.extract import StreamWork, extract
+from spile.worker.extract import StreamWork, run_stream
 from spile.worker.pod.pod import SingleProcess
 from spile.worker.producer import OutOfDeviceMemory
 from spile.worker.progress import HangWatch, Progress, hang_limit
@@ -182,12 +182,12 @@ def test_a_sample_without_room_of_a_dataset_that_is_streamed(tmp_path: Path, mon
 
     monkeypatch.setattr(DeviceProducer, "start", start_unless_poisoned)
     spec = ExtractSpec(data=DataSpec(dataset=str(file)), output=str(tmp_path / "out"), layers=(1,))
-    assert extract(spec).complete
+    assert run_stream(spec).complete
     report = verify(str(tmp_path / "out"))
     assert report.ok, report.all_problems
     assert [skip.task_id for skip in report.quarantined] == ["task-37"]
     assert sum(stream.samples for stream in report.streams) == 59
-    assert extract(spec).complete, "nothing is left to do"
+    assert run_stream(spec).complete, "nothing is left to do"
 
 
 def test_a_device_without_room_for_anything_is_an_error_and_no_samples_fault(tmp_path: Path) -> None:

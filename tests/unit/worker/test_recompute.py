@@ -20,7 +20,7 @@ from spile.spec.taps import TapRows
 from spile.store.shard import as_stored, decode, split
 from spile.store.streams import open_streams
 from spile.store.verification import verify
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.recompute import _as_read, recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
 
@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = copy_model(folder / "model")
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"{n} a b {n} c"}) + "\n" for n in range(6)))
-    extract(
+    run_stream(
         ExtractSpec(
             model=str(model),
             data=DataSpec(dataset=str(data), max_seq_length=64),
@@ -87,7 +87,7 @@ def test_a_bfloat16_run_is_judged_by_the_noise_of_bfloat16(made: Path, tmp_path:
         layers=(2,),
         dtype="bfloat16",
     )
-    extract(spec)
+    run_stream(spec)
     report = verify(spec.output, recompute=recomputer(spec.output), k=6)
     assert not report.all_problems
     assert report.recomputed is not None

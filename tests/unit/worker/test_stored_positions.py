@@ -21,8 +21,7 @@ from spile.spec.sample import Role, Sample
 from spile.store.stream import join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Sizes
-from spile.worker.extract import extract
-from spile.worker.infer import infer
+from spile.worker.extract import run_stream
 from spile.worker.pipeline import LocalControl, run_pipeline
 from spile.worker.progress import Progress
 from spile.worker.recompute import recomputer
@@ -126,7 +125,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     chats = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in CHATS]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    extract(spec(folder, "all", "all"))
+    run_stream(spec(folder, "all", "all"))
     return folder
 
 
@@ -139,7 +138,7 @@ def spec(folder: Path, output: str, positions: str, data: str = "texts", **more:
 @pytest.mark.parametrize("positions", [pytest.param("last", marks=pytest.mark.slow), "random:4"])
 def test_a_model_s_rows_are_those_of_a_whole_run(made: Path, positions: str) -> None:
     name = positions.replace(":", "-")
-    extract(spec(made, name, positions))
+    run_stream(spec(made, name, positions))
     whole, some = spile.open(str(made / "all")), spile.open(str(made / name))
     for index in range(6):
         ours, theirs = some.sample(0, index), whole.sample(0, index)
@@ -156,11 +155,11 @@ def test_a_model_s_rows_are_those_of_a_whole_run(made: Path, positions: str) -> 
 
 def test_a_run_keeps_its_positions(made: Path) -> None:
     with pytest.raises(RunMismatch, match="expected positions = nothing, found positions = last"):
-        extract(spec(made, "all", "last"))
+        run_stream(spec(made, "all", "last"))
 
 
 def test_answers_of_chats_are_the_assistant_s_words(made: Path) -> None:
-    extract(spec(made, "chats", "answer", data="chats"))
+    run_stream(spec(made, "chats", "answer", data="chats"))
     dataset = spile.open(str(made / "chats"))
     first, second = dataset.sample(0, 0), dataset.sample(0, 1)
     assert (first.roles & Role.ASSISTANT).all()
@@ -172,7 +171,7 @@ def test_answers_of_chats_are_the_assistant_s_words(made: Path) -> None:
 def test_prompts_have_no_answers(made: Path) -> None:
     wanted = "expected chats, which contain answers of an assistant, found --prompt text. Use spile infer"
     with pytest.raises(SpecError, match=wanted):
-        extract(spec(made, "none", "answer"))
+        run_stream(spec(made, "none", "answer"))
     with pytest.raises(SpecError, match=wanted):
         plan(spec(made, "none", "answer"))
     assert not (made / "none").exists()
@@ -183,7 +182,7 @@ def test_prompts_have_no_answers(made: Path) -> None:
 )
 def test_infer_stores_positions_too(made: Path, positions: str) -> None:
     name = "infer-" + positions.replace(":", "-")
-    infer(spec(made, name, positions, generation=GenerationSpec(max_new_tokens=5)))
+    run_stream(spec(made, name, positions, generation=GenerationSpec(max_new_tokens=5)))
     dataset = spile.open(str(made / name))
     for ref in dataset.samples:
         sample = dataset.sample(0, ref.index)

@@ -23,7 +23,7 @@ from spile.reading import dataset
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.taps import parse_tap_words
 from spile.store.verification import verify
-from spile.worker.extract import extract
+from spile.worker.extract import run_stream
 from spile.worker.recompute import recomputer
 
 torch = pytest.importorskip("torch")
@@ -69,8 +69,8 @@ def rows(folder: Path) -> dict[str, np.ndarray]:
 def test_one_byte_per_number_and_some_positions(opt: str, tmp_path: Path) -> None:
     """As on a device: encoded on the host, and only of the positions that are asked for."""
     whole = spec(opt, tmp_path / "whole", 3, taps=["residual"])
-    extract(whole)
-    extract(replace(whole, output=str(tmp_path / "some"), store_dtype="int8", positions="random:5"))
+    run_stream(whole)
+    run_stream(replace(whole, output=str(tmp_path / "some"), store_dtype="int8", positions="random:5"))
     every, some = dataset.open(str(tmp_path / "whole")), dataset.open(str(tmp_path / "some"))
     for ref in some.samples:
         left, right = some.sample(0, ref.index), every.sample(0, ref.index)
@@ -85,12 +85,12 @@ def test_one_byte_per_number_and_some_positions(opt: str, tmp_path: Path) -> Non
 def test_an_unknown_family_is_stored_resumed_and_proven(opt: str, tmp_path: Path) -> None:
     path = "module:model.decoder.layers.1.fc1"
     given = spec(opt, tmp_path / "a", taps=["residual", "mlp_hidden", "logits", path])
-    assert extract(given).complete
+    assert run_stream(given).complete
     more = replace(given, data=replace(given.data, max_samples=9))
-    summary = extract(more)
+    summary = run_stream(more)
     assert (summary.samples, summary.interrupted) == (9, False)
     again = replace(more, output=str(tmp_path / "b"), batch_size=1)
-    extract(again)
+    run_stream(again)
     ours, theirs = rows(tmp_path / "a"), rows(tmp_path / "b")
     assert ours[path].shape[1] == 24
     for tap, values in ours.items():
@@ -104,8 +104,8 @@ def test_an_unknown_family_is_stored_resumed_and_proven(opt: str, tmp_path: Path
 def test_the_same_rows_as_jax(tmp_path: Path) -> None:
     sites = ["residual", "attn", "mlp", "embed", "resid_pre", "resid_mid", "attn_in", "mlp_in", "mlp_hidden", "q", "k"]
     given = spec("embedded", tmp_path / "jax", 3, taps=[*sites, "v", "z", "final_norm", "logits"], heads=(0, 1))
-    extract(given)
-    extract(replace(given, output=str(tmp_path / "torch"), backend="torch"))
+    run_stream(given)
+    run_stream(replace(given, output=str(tmp_path / "torch"), backend="torch"))
     ours, theirs = rows(tmp_path / "jax"), rows(tmp_path / "torch")
     assert list(ours) == list(theirs)
     for tap, values in ours.items():
@@ -119,27 +119,27 @@ def test_the_same_rows_as_jax(tmp_path: Path) -> None:
 
 def test_a_run_of_the_jax_backend_is_not_continued_with_torch_by_default(tmp_path: Path) -> None:
     given = spec("embedded", tmp_path / "a", 2, taps=["residual"])
-    extract(given)
+    run_stream(given)
     more = replace(given, backend="torch", data=replace(given.data, max_samples=4))
     with pytest.raises(
         RunMismatch, match=r"begun with --backend jax: expected --backend jax, found --backend torch.*equal"
     ):
-        extract(more)
-    assert extract(replace(more, same_numbers=True)).samples == 4
+        run_stream(more)
+    assert run_stream(replace(more, same_numbers=True)).samples == 4
     other = spec("embedded", tmp_path / "b", 2, taps=["residual"], backend="torch")
-    extract(other)
-    assert extract(replace(other, backend="auto", data=more.data)).samples == 4  # as it was begun
+    run_stream(other)
+    assert run_stream(replace(other, backend="auto", data=more.data)).samples == 4  # as it was begun
     with pytest.raises(RunMismatch, match="begun with --backend torch"):
-        extract(replace(other, backend="jax"))
+        run_stream(replace(other, backend="jax"))
 
 
 def test_places_that_are_not_there_are_named(opt: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"--taps router: expected .* found none for router\.0\. Name the module"):
-        extract(spec(opt, tmp_path / "a", taps=["router"]))
+        run_stream(spec(opt, tmp_path / "a", taps=["router"]))
     with pytest.raises(SpecError, match=r"module:model\.decoder\.nothing.*found none of that name"):
-        extract(spec(opt, tmp_path / "a", taps=["module:model.decoder.nothing"]))
+        run_stream(spec(opt, tmp_path / "a", taps=["module:model.decoder.nothing"]))
     with pytest.raises(SpecError, match="--backend torch for a module's path"):
-        extract(spec("embedded", tmp_path / "a", taps=["module:model.norm"]))
+        run_stream(spec("embedded", tmp_path / "a", taps=["module:model.norm"]))
     assert not (tmp_path / "a" / "run.json").exists()
 
 
@@ -161,9 +161,9 @@ def test_killed_and_run_again(opt: str, tmp_path: Path, commits: int) -> None:
         time.sleep(0.002)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it ended before it was killed"
-    summary = extract(given)
+    summary = run_stream(given)
     assert (summary.samples, summary.complete) == (20, True)
-    extract(replace(given, output=str(tmp_path / "b")))
+    run_stream(replace(given, output=str(tmp_path / "b")))
     report = verify(open_folder(str(tmp_path / "a")), max_samples=20)
     assert report.ok, report.all_problems
     ours, theirs = rows(tmp_path / "a"), rows(tmp_path / "b")

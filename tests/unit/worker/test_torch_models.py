@@ -17,10 +17,11 @@ from spile.cli.main import main
 from spile.data.tokens import load_tokenizer
 from spile.errors import UserError
 from spile.models import model_files
-from spile.spec.run import GenerationSpec
+from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.worker.batches import Batch
+from spile.worker.progress import Progress
 from torch_models import CAUSAL, ENCODERS, VOCABULARY, reference, save_model, save_texts
 
 torch = pytest.importorskip("torch")
@@ -222,9 +223,16 @@ def test_the_parts_of_an_encoder_layer_add_up(tmp_path: Path) -> None:
         torch.testing.assert_close(after, again.detach())
 
 
+def generator_of(models: list[Any], how: GenerationSpec, taps: tuple[Tap, ...] = (), **more: Any) -> Any:
+    from spile.worker.torch_producers import TorchGenerator
+
+    spec = ExtractSpec(dtype="float32", store_dtype="float32", **more)
+    return TorchGenerator(models, taps, generation=how, spec=spec, progress=Progress())
+
+
 def test_two_replicas_share_a_batch(tmp_path: Path) -> None:
     from spile.worker.torch_backend import place_replicas
-    from spile.worker.torch_producers import TorchGenerator, TorchProducer
+    from spile.worker.torch_producers import TorchProducer
 
     taps, every = (Tap("residual", 0), Tap("residual", 2)), samples()
     model = load("opt", tmp_path)
@@ -246,7 +254,7 @@ def test_two_replicas_share_a_batch(tmp_path: Path) -> None:
     how = GenerationSpec(max_new_tokens=6)
     found = []
     for replicas in ([model], both):
-        generator = TorchGenerator(replicas, taps, generation=how, seed=0, batch_size=2, **options)
+        generator = generator_of(replicas, how, taps, batch_size=2)
         answers = [answer for turn in generator.answers(iter(samples())) for answer in turn]
         found.append({answer.sample.index: answer.tokens for answer in answers})
     assert found[0] == found[1]
@@ -254,8 +262,6 @@ def test_two_replicas_share_a_batch(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:
-    from spile.worker.torch_producers import TorchGenerator
-
     model, sizes = load("opt", tmp_path), []
 
     def run_out(_module: Any, args: Any, kwargs: Any) -> None:
@@ -264,9 +270,7 @@ def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:
         if len(tokens) > 2:
             raise torch.OutOfMemoryError("not enough")
 
-    generator = TorchGenerator(
-        [model], (), generation=GenerationSpec(max_new_tokens=3), seed=0, dtype="float32", store_dtype="float32"
-    )
+    generator = generator_of([model], GenerationSpec(max_new_tokens=3))
     model.register_forward_pre_hook(run_out, with_kwargs=True)
     answers = [answer for turn in generator.answers(iter(samples())) for answer in turn]
     assert sorted(answer.sample.index for answer in answers) == [0, 1, 2, 3, 4]
@@ -276,12 +280,9 @@ def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:
 
 def test_an_error_of_one_replica_ends_the_run(tmp_path: Path) -> None:
     from spile.worker.torch_backend import place_replicas
-    from spile.worker.torch_producers import TorchGenerator
 
     models = place_replicas(load("opt", tmp_path), ("cpu", "cpu"))
-    generator = TorchGenerator(
-        models, (), generation=GenerationSpec(max_new_tokens=3), seed=0, dtype="float32", store_dtype="float32"
-    )
+    generator = generator_of(models, GenerationSpec(max_new_tokens=3))
     strange = samples()
     strange[0].tokens[0] = VOCABULARY
     with pytest.raises(UserError, match="the tokenizer is not this model's"):
@@ -289,12 +290,8 @@ def test_an_error_of_one_replica_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_closing_the_answers_ends_the_threads(tmp_path: Path) -> None:
-    from spile.worker.torch_producers import TorchGenerator
-
     how = GenerationSpec(max_new_tokens=100_000)
-    generator = TorchGenerator(
-        [load("rwkv", tmp_path)], (), generation=how, seed=0, dtype="float32", store_dtype="float32"
-    )
+    generator = generator_of([load("rwkv", tmp_path)], how)
     answers = generator.answers(iter(samples()))
     next(answers)
     assert any(thread.name == "spile-torch" for thread in threading.enumerate())
