@@ -25,7 +25,7 @@ from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.progress import Progress
 from spile.worker.resolve import resolve
 
@@ -47,7 +47,9 @@ def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer)
     sizes = parts.sizes
     progress = Progress()
     began = time.perf_counter()
-    run_pipeline(samples, producer, stream, sizes, progress=progress, control=LocalControl(threading.Event(), None))
+    run_pipeline(
+        samples, producer, StreamSink(stream), sizes, progress=progress, control=LocalControl(threading.Event(), None)
+    )
     seconds = time.perf_counter() - began
     now = progress.snapshot()
     return Turn(now.tokens / seconds, now.padding)

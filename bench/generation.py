@@ -44,7 +44,7 @@ from spile.worker.device import configure_jax
 from spile.worker.generator import Generator, plan_slots
 from spile.worker.infer import AnswerProducer
 from spile.worker.mesh import device_memory, make_mesh
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import Answer
 from spile.worker.progress import Progress
 from spile.worker.resolve import compute_dtype_for
@@ -111,7 +111,7 @@ def spile_seconds(
         calls = call_milliseconds(generator)
         began = time.perf_counter()
         control = LocalControl(threading.Event(), None)
-        run_pipeline(samples, producer, stream, sizes, progress=progress, control=control)
+        run_pipeline(samples, producer, StreamSink(stream), sizes, progress=progress, control=control)
         seconds.append(time.perf_counter() - began)
         generator.close()
         shutil.rmtree(home, ignore_errors=True)

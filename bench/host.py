@@ -26,7 +26,7 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import BatchProducer, RowBlock
 from spile.worker.progress import Progress
 from spile.worker.sizes import in_flight
@@ -81,7 +81,12 @@ def measure(
         with emptied(Path(stream.folder.url)):
             began = time.perf_counter()
             run_pipeline(
-                items, producer, stream, sizes, progress=Progress(), control=LocalControl(threading.Event(), None)
+                items,
+                producer,
+                StreamSink(stream),
+                sizes,
+                progress=Progress(),
+                control=LocalControl(threading.Event(), None),
             )
             return stream.ledger.bytes / (time.perf_counter() - began)
 

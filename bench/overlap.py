@@ -32,7 +32,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import BatchProducer, RowBlock
 from spile.worker.progress import Progress
 
@@ -124,7 +124,7 @@ def measure(url: str, size: float, rate: float) -> Overlap:
     )
     control = LocalControl(threading.Event(), None)
     began = time.perf_counter()
-    run_pipeline(_samples(count), PacedProducer(rate), stream, sizes, progress=Progress(), control=control)
+    run_pipeline(_samples(count), PacedProducer(rate), StreamSink(stream), sizes, progress=Progress(), control=control)
     seconds = time.perf_counter() - began
     return Overlap(url.partition("://")[0], stream.ledger.bytes, rate, seconds, root.stats.retries)
 

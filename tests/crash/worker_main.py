@@ -28,7 +28,7 @@ from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import RowBlock
 from spile.worker.progress import Progress, StatusFiles
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
@@ -99,11 +99,10 @@ def visit(
         finished = run_pipeline(
             items(count, stream.ledger.done),
             _Producer(life, stop),
-            stream,
+            StreamSink(stream, status.committed),
             sizes,
             progress=progress,
             control=LocalControl(stop, life.commit_every),
-            after_commit=status.committed,
         )
     if finished:
         stream.finish()

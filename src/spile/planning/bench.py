@@ -38,7 +38,7 @@ from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import pack
 from spile.worker.progress import Progress, peak_memory
 from spile.worker.resolve import ResolvedRun, resolve
@@ -169,7 +169,7 @@ def _run(
     measured = Progress()
     with emptied(Path(stream.folder.url)):
         control = LocalControl(threading.Event(), None)
-        run_pipeline(samples, producer, stream, sizes, progress=measured, control=control)
+        run_pipeline(samples, producer, StreamSink(stream), sizes, progress=measured, control=control)
         now = measured.snapshot()
     rates = limits.tokens(parts.bytes_per_token)
     slowest = min(rates, key=rates.__getitem__)

@@ -10,6 +10,7 @@ import signal
 import threading
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -90,8 +91,23 @@ def run_stream(
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
         run.samples.compare(stream.ledger.parts, stream.ledger.end)
-        return _finish(run, stream, progress, hosts, device="none: nothing was left to do")
+        return _finish(run, stream, progress, hosts, finished=True, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
+    stream, finished, device = _load_and_work(spec, run, stream, start_over, progress, stop or threading.Event(), hosts)
+    hosts.barrier("final_checkpoint")
+    return _finish(run, stream, progress, hosts, finished=finished, device=device)
+
+
+def _load_and_work(
+    spec: ExtractSpec,
+    run: ResolvedRun,
+    stream: StreamStore | None,
+    start_over: bool,
+    progress: Progress,
+    stop: threading.Event,
+    hosts: WorkerGroup,
+) -> tuple[StreamStore, bool, str]:
+    """Load the model and compute what is left. Return the stream, whether it is finished, and the devices."""
     with ExitStack() as stack:
         status = None if stream is None else stack.enter_context(_status_files(run, stream, progress, hosts))
         done = Ranges() if stream is None else stream.ledger.done
@@ -118,15 +134,10 @@ def run_stream(
         expected = run.expected_samples(stream.ledger)
         known = expected is not None and run.token_limit is None
         progress.total_samples = len(Ranges([(0, expected or 0)]) - done) if known else None
-        finished = StreamWork(run, stream, producer, status, stop or threading.Event(), hosts).work_off(reader)
+        finished = StreamWork(run, stream, producer, status, stop, hosts).work_off(reader)
         status.expected = run.expected_samples(stream.ledger)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
-    hosts.barrier("final_checkpoint")
-    if not finished:
-        hosts.barrier("complete")
-        ledger = stream if hosts.first else join(run)
-        return _summary(run, ledger, progress, interrupted=True, device=producer.describe())
-    return _finish(run, stream, progress, hosts, device=producer.describe())
+    return stream, finished, producer.describe()
 
 
 def _check(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
@@ -264,23 +275,16 @@ class StreamWork:
         return finished
 
     def _run_pipeline(self, reader: SampleReader) -> bool:
-        run, stream, producer = self._run, self._stream, self._producer
-
-        def end() -> int | None:
-            """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
-            known = run.stream_identity.samples is not None or stream.ledger.end is not None
-            return None if known else reader.total
-
+        run, producer = self._run, self._producer
         infer = run.spec.generation is not None  # its samples get their positions once the answers are known
         return run_pipeline(
             reader if infer else with_positions(reader, run.spec),
             producer,
-            stream,
+            self._sink,
             run.sizes if infer else sizes_for_stream(run.sizes, run.spec, reader, producer.groups),
             progress=self._progress,
             control=self._control,
-            end=end,
-            sink=self._sink,
+            end=partial(end_of_stream, run, self._stream, reader),
             limit=self._limit,
         )
 
@@ -351,15 +355,35 @@ class StreamWork:
             write_trials(self._stream.folder, trials)
 
 
-def _finish(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup, *, device: str) -> Summary:
-    if hosts.first:
+def _finish(
+    run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup, *, finished: bool, device: str
+) -> Summary:
+    """Write what is derived from the ledger if the stream is finished, and return what the stream holds."""
+    if hosts.first and finished:
         stream.finish()
         if run.spec.generation is not None:
             write_answers(run, stream)
         write_checkpoint_file(run.spec, stream, "completed", progress.log)
     hosts.barrier("complete")
-    ledger = stream if hosts.first else join(run)
-    return _summary(run, ledger, progress, interrupted=False, device=device)
+    stream = stream if hosts.first else join(run)
+    ledger = stream.ledger
+    return Summary(
+        root=run.root.url,
+        stream=stream.folder.url,
+        complete=not _has_work(run, stream),
+        interrupted=not finished,
+        progress=progress.snapshot(),
+        samples=ledger.samples,
+        tokens=ledger.tokens,
+        bytes=ledger.bytes,
+        shards=ledger.shards,
+        skipped=ledger.skipped,
+        quarantined=ledger.quarantined,
+        device=device,
+        sink="bucket" if run.root.local_path is None else "disk",
+        peak_memory=peak_memory(),
+        retries=run.root.stats.retries,
+    )
 
 
 # -- the producer ------------------------------------------------------------------------------------------
@@ -405,6 +429,12 @@ def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleR
     """Read the samples that are not done; compare the rows of a streamed dataset with what earlier runs read."""
     ledger = Ledger() if stream is None else stream.ledger
     return run.samples.read(done, ledger.parts, ledger.end)
+
+
+def end_of_stream(run: ResolvedRun, stream: StreamStore, reader: SampleReader) -> int | None:
+    """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
+    known = run.stream_identity.samples is not None or stream.ledger.end is not None
+    return None if known else reader.total
 
 
 def _known_stream(run: ResolvedRun) -> StreamStore | None:
@@ -468,24 +498,3 @@ def _remove_remains(stream: StreamStore, progress: Progress) -> None:
 def _status_files(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
     expected = run.expected_samples(stream.ledger)
     return StatusFiles(run.spec, stream, progress, pulse=hosts.first, expected=expected)
-
-
-def _summary(run: ResolvedRun, stream: StreamStore, progress: Progress, *, interrupted: bool, device: str) -> Summary:
-    ledger = stream.ledger
-    return Summary(
-        root=run.root.url,
-        stream=stream.folder.url,
-        complete=not _has_work(run, stream),
-        interrupted=interrupted,
-        progress=progress.snapshot(),
-        samples=ledger.samples,
-        tokens=ledger.tokens,
-        bytes=ledger.bytes,
-        shards=ledger.shards,
-        skipped=ledger.skipped,
-        quarantined=ledger.quarantined,
-        device=device,
-        sink="bucket" if run.root.local_path is None else "disk",
-        peak_memory=peak_memory(),
-        retries=run.root.stats.retries,
-    )

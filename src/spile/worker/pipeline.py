@@ -153,17 +153,14 @@ class Channel(Generic[T]):
 class LocalControl:
     """The control of a single process: a signal stops it, a clock asks for commits."""
 
-    def __init__(
-        self, stop: threading.Event, commit_every: float | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stop, self._every, self._clock = stop, commit_every, clock
-        self._since = clock()
+    def __init__(self, stop: threading.Event, commit_every: float | None) -> None:
+        self._stop, self._every, self._since = stop, commit_every, time.monotonic()
 
     def verdict(self) -> Verdict:
         """Return ``stop`` after a signal, ``commit`` when ``--commit-every`` is due, else ``go``."""
         if self._stop.is_set():
             return "stop"
-        return "commit" if self._every is not None and self._clock() - self._since >= self._every else "go"
+        return "commit" if self._every is not None and time.monotonic() - self._since >= self._every else "go"
 
     def stopping(self) -> bool:
         """Return whether a signal arrived."""
@@ -171,7 +168,7 @@ class LocalControl:
 
     def committed(self) -> None:
         """Restart the clock of ``--commit-every``."""
-        self._since = self._clock()
+        self._since = time.monotonic()
 
 
 class Sink(Protocol):
@@ -179,6 +176,8 @@ class Sink(Protocol):
 
     remote: bool
     """Whether the store is a bucket."""
+    bytes_per_token: int
+    """What one token takes in a shard."""
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
         """Lay out a shard for these samples."""
@@ -196,6 +195,7 @@ class StreamSink:
     def __init__(self, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
         self._stream, self._after = stream, after_commit
         self.remote = stream.folder.local_path is None
+        self.bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
         """Lay out a shard for these samples."""
@@ -292,14 +292,12 @@ def plan_shards(
 def run_pipeline(
     items: Iterable[Sample | Skip],
     producer: Producer,
-    stream: StreamStore,
+    sink: Sink,
     sizes: Sizes,
     *,
     progress: Progress,
     control: Control,
     end: Callable[[], int | None] = lambda: None,
-    after_commit: Callable[[], None] = lambda: None,
-    sink: Sink | None = None,
     limit: TokenLimit | None = None,
 ) -> bool:
     """Compute and store what is left of a stream.
@@ -307,20 +305,17 @@ def run_pipeline(
     Args:
         items: The samples that are left, and those to skip.
         producer: Turns samples into activation rows.
-        stream: The store of the stream.
+        sink: Where rows go.
         sizes: How much is computed, held and written at once.
         progress: The counters of the run.
         control: Decides when to stop and when to commit early.
         end: See :func:`plan_shards`.
-        after_commit: Called after each commit if no ``sink`` is given.
-        sink: Where rows go; by default the stream's own store.
         limit: Ends the stream once it holds a number of tokens.
 
     Returns:
         True if the stream was worked off, False if the control stopped it; then everything computed is committed.
 
     """
-    bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
     plan = sizes.batch_plan(producer.groups)
     answers = producer.asks_control  # the length of an answer is known once it is made
 
@@ -333,11 +328,11 @@ def run_pipeline(
     tasks = plan_shards(
         items if limit is None else limit.cut(items, count=not answers),
         make_batches,
-        bytes_per_token,
+        sink.bytes_per_token,
         sizes.shard_bytes,
         end,
     )
-    return Pipeline(producer, sink or StreamSink(stream, after_commit), control, progress, sizes).run(tasks)
+    return Pipeline(producer, sink, control, progress, sizes).run(tasks)
 
 
 # -- the pipeline -----------------------------------------------------------------------------------------------------
@@ -392,18 +387,9 @@ class _Close(NamedTuple):
 class Pipeline:
     """One run over a sequence of :class:`ShardTask`. An object is used once."""
 
-    def __init__(
-        self,
-        producer: Producer,
-        sink: Sink,
-        control: Control,
-        progress: Progress,
-        sizes: Sizes,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, producer: Producer, sink: Sink, control: Control, progress: Progress, sizes: Sizes) -> None:
         self._producer, self._sink, self._control, self._progress = producer, sink, control, progress
-        self._writers, self._clock = sizes.writers, clock
+        self._writers, self._clock = sizes.writers, progress.clock
         self._finishers = sizes.finishers or sizes.writers
         in_flight = sizes.in_flight or sizes.writers + AHEAD
         self._threads = ThreadGroup()

@@ -43,14 +43,14 @@ from spile.reading.shuffle_order import DataGroup, DataPlan, ReaderClosed, RowCh
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
-from spile.spec.taps import Tap, TapRows
+from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.ledger import ShardRecord
 from spile.store.shard import decode, split
 from spile.store.stream import StreamStore, join_run, write_spec
 from spile.worker.batches import Batch
 from spile.worker.device import configure_jax, place_model
-from spile.worker.extract import join, make_producer
-from spile.worker.pipeline import LocalControl, Pipeline, Sink, StreamSink, plan_shards
+from spile.worker.extract import end_of_stream, join, make_producer
+from spile.worker.pipeline import LocalControl, Sink, StreamSink, run_pipeline
 from spile.worker.producer import BatchProducer, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun, find_model, read_steering, resolve
@@ -193,6 +193,7 @@ class CatchingSink:
 
     def __init__(self, feed: Feed, kinds: Sequence[TapRows], store: Sink | None) -> None:
         self._feed, self._kinds, self._store = feed, kinds, store
+        self.bytes_per_token = row_bytes(kinds)
 
     def begin(self, samples: Sequence[Sample]) -> Any:
         """Return what takes the rows of these samples."""
@@ -628,26 +629,21 @@ class ActivationStream(ShuffledReaders):
         # Samples of a window are computed in any order, so its rows are held: at most about as many as the buffer's.
         most = feed.buffer_rows // (sizes.batch_tokens * producer.groups)
         sizes = replace(sizes, window=max(_LEAST_WINDOW, min(sizes.window, most)))
-        sink = None
+        sink, end = None, lambda: None
         if stream is not None:
             stream.read_parts = lambda: reader.parts
-            sink = StreamSink(stream)
+            sink, end = StreamSink(stream), partial(end_of_stream, run, stream, reader)
         else:
             sizes = replace(sizes, shard_bytes=_SHARD_BYTES)
-        plan, control = sizes.batch_plan(producer.groups), LocalControl(stop, run.spec.commit_every)
-
-        def end() -> int | None:
-            known = stream is None or run.stream_identity.samples is not None or stream.ledger.end is not None
-            return None if known else reader.total
-
-        tasks = plan_shards(
+        return run_pipeline(
             feed.watch(with_positions(reader, run.spec), first, done),
-            lambda samples: producer.batches(samples, plan, control),
-            run.bytes_per_token,
-            sizes.shard_bytes,
-            end,
+            producer,
+            CatchingSink(feed, run.rows, sink),
+            sizes,
+            progress=self._progress,
+            control=LocalControl(stop, run.spec.commit_every),
+            end=end,
         )
-        return Pipeline(producer, CatchingSink(feed, run.rows, sink), control, self._progress, sizes).run(tasks)
 
     def _load(self, reader: SampleReader) -> Producer:
         if self._workers is None:

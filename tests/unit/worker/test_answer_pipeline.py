@@ -22,7 +22,7 @@ from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
 from spile.worker.infer import AnswerProducer
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import Answer, AnswerRows, Verdict
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script
@@ -62,7 +62,7 @@ def run(root: Path, count: int, control: object, groups: int = 1, **sizes: objec
     finished = run_pipeline(
         items(count, stream.ledger.done),
         AnswerProducer(Source(groups), tokenizer, GenerationSpec(), progress),
-        stream,
+        StreamSink(stream),
         Sizes(128, None, 64, **{"shard_bytes": 1e9, **sizes}),  # type: ignore[arg-type]
         progress=progress,
         control=control,  # type: ignore[arg-type]

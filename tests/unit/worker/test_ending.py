@@ -92,7 +92,7 @@ def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
     items = [sample_of(i, length=n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
     stream = open_stream(tmp_path, len(items))
     sizes = Sizes(128, None, 64, 10**9)
-    assert run_pipeline(items, NumpyProducer(), stream, sizes, progress=Progress(), control=Script())
+    assert run_pipeline(items, NumpyProducer(), StreamSink(stream), sizes, progress=Progress(), control=Script())
     assert stream.ledger.done.pairs() == [(0, 40_000)]
     assert stream.ledger.commits == 3
     check(tmp_path, [item for item in items if not isinstance(item, Skip)])

@@ -32,7 +32,7 @@ def visit(root, items, producer=None, *, sizes=SIZES, control=None, progress=Non
     return run_pipeline(
         left,
         producer or NumpyProducer(),
-        stream,
+        StreamSink(stream),
         sizes,
         progress=progress or Progress(),
         control=control or LocalControl(threading.Event(), None),
@@ -200,7 +200,7 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
 
     stream = open_stream(tmp_path, 2)
     with pytest.raises(StoreError, match="the dataset went away"):
-        run_pipeline(items(), NumpyProducer(), stream, SIZES, progress=Progress(), control=Script())
+        run_pipeline(items(), NumpyProducer(), StreamSink(stream), SIZES, progress=Progress(), control=Script())
 
 
 class Counting(Progress):
@@ -282,12 +282,13 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
         def advance(self, seconds):
             self.now += seconds
 
-    ticks, progress = Ticks(), Progress()
+    ticks = Ticks()
+    progress = Progress(clock=ticks)
     items = [sample_of(i, length=40) for i in range(6)]
     stream = open_stream(tmp_path, 6)
     sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
     sizes = Sizes(64, 1, 64, 100, in_flight=1)
-    pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, sizes, clock=ticks)
+    pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, sizes)
     assert pipeline.run(planned(items, sizes))
     assert progress.snapshot().busy["model"] == 6 * 5.0
 

@@ -22,7 +22,7 @@ from spile.store.stream import join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Sizes
 from spile.worker.extract import run_stream
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.progress import Progress
 from spile.worker.recompute import recomputer
 from world import TAPS, NumpyProducer, rows_of, run_identity, sample_of, stream_identity
@@ -41,7 +41,7 @@ def stored(root: Path, samples: list[Sample], positions: str, **sizes: object) -
     finished = run_pipeline(
         samples,
         NumpyProducer(groups=2),
-        stream,
+        StreamSink(stream),
         replace(Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=900), **sizes),  # type: ignore[arg-type]
         progress=Progress(),
         control=LocalControl(threading.Event(), None),
