@@ -31,14 +31,12 @@ class Server:
         self.known, self.trouble = known, trouble
         self.asked: list[str] = []
         self.over = threading.Event()
-        self.drip = False
         self.address = ""
 
 
 @contextmanager
-def serving(known: dict[str, str], trouble: Trouble = lambda *_: 0, *, drip: bool = False) -> Iterator[Server]:
+def serving(known: dict[str, str], trouble: Trouble = lambda *_: 0) -> Iterator[Server]:
     state = Server(known, trouble)
-    state.drip = drip
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -51,9 +49,6 @@ def serving(known: dict[str, str], trouble: Trouble = lambda *_: 0, *, drip: boo
             try:
                 self.send_response(status or (200 if value is not None else 404))
                 self.end_headers()
-                while state.drip and not state.over.wait(0.02):
-                    self.wfile.write(b"1")
-                    self.wfile.flush()
                 self.wfile.write((value or "").encode())
             except OSError:  # the one who asked has gone
                 return
@@ -152,13 +147,6 @@ def test_one_that_is_not_there_is_an_error_on_a_tpu_vm_only(chips: Path, tmp_pat
         find_identity({}, metadata=gce_metadata(nobody, devices=chips, patience=SURE))
     without = gce_metadata(nobody, devices=tmp_path / "none", patience=SHORT)
     assert find_identity({}, metadata=without).count == 1
-
-
-def test_a_body_in_drips_does_not_hold_us(chips: Path) -> None:
-    with serving(SLICE, drip=True) as server:
-        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=Patience(0.3, 0.1))
-        with pytest.raises(NoMetadata, match="no answer within"):
-            find_identity({}, metadata=read)
 
 
 def test_a_slow_start_is_waited_for(chips: Path) -> None:

@@ -6,13 +6,16 @@ silence for a no would do the work of the whole slice by itself, and so would ev
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
-import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from spile.errors import PodError, SpecError
 from spile.objects.machine import google_metadata_url
@@ -30,14 +33,11 @@ class NoMetadata(PodError):
     """A TPU VM's metadata server did not answer."""
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long to wait for an answer, in seconds."""
+class Patience(NamedTuple):
+    """How long to wait for an attribute, in seconds: for all tries together, and for one."""
 
     total: float
-    """All tries for one attribute together."""
     one: float
-    """The first try; each later one gets twice as long."""
 
 
 _OF_A_TPU = Patience(60.0, 4.0)
@@ -58,95 +58,54 @@ def gce_metadata(
         return None
     base = google_metadata_url("instance/attributes/", environment)
     tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
-    return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu=tpu)
+    return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu)
 
 
-@dataclass
-class _Tried:
-    """The result of one request: an answer, or why there is none."""
-
-    answer: str | None = None
-    trouble: str = "no answer"
-    final: bool = False
-    """Whether another try is pointless."""
-    slow: bool = False
-    """Whether the request timed out."""
-
-
+@dataclass(frozen=True)
 class _MetadataServer:
     """Asks the metadata server, with retries."""
 
-    def __init__(self, base: str, patience: Patience, *, tpu: bool) -> None:
-        self._base, self._patience, self._tpu = base, patience, tpu
-        self._one = patience.one
+    base: str
+    patience: Patience
+    tpu: bool
 
     def __call__(self, key: str) -> str | None:
-        began = time.monotonic()
-        pause = _PAUSE
+        began, pause = time.monotonic(), _PAUSE
         while True:
-            left = max(0.01, began + self._patience.total - time.monotonic())
-            tried = _within(min(self._one, left), self._base + key)
-            if tried.final:
+            status, content = _get(self.base + key, self.patience.one)
+            if status in (200, 404):
+                return content if status == 200 else None
+            refused = 400 <= status < 500 and status != 429
+            waited = time.monotonic() - began
+            if refused or waited + pause >= self.patience.total:
                 break
-            if time.monotonic() - began + pause >= self._patience.total:
-                break
-            if tried.slow:
-                self._one *= 2  # for the next attribute too
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if tried.trouble and self._tpu:
-            raise _no_answer(key, tried.trouble, time.monotonic() - began)
-        return tried.answer
+        if not self.tpu:
+            return None
+        raise NoMetadata(
+            f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
+            expected=f"an answer to {key}",
+            found=content,
+            fix="run it again, or give --process-id, --num-processes and --coordinator-address "
+            "(--num-processes 1 if this host works alone)",
+        )
 
 
-def _no_answer(key: str, trouble: str, waited: float) -> NoMetadata:
-    return NoMetadata(
-        f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
-        expected=f"an answer to {key}",
-        found=trouble,
-        fix="run it again, or give --process-id, --num-processes and --coordinator-address "
-        "(--num-processes 1 if this host works alone)",
-    )
-
-
-def _within(seconds: float, url: str) -> _Tried:
-    """Make a request with a hard timeout: name resolution and slow bodies have none of their own."""
-    tried: list[_Tried] = []
-    thread = threading.Thread(target=lambda: tried.append(_get(url, seconds)), name="spile-metadata", daemon=True)
-    thread.start()
-    thread.join(seconds * 1.1)
-    return tried[0] if tried else _Tried(trouble=f"no answer within {seconds:.2g} s", slow=True)
-
-
-def _get(url: str, seconds: float) -> _Tried:
-    import requests
-
+def _get(url: str, seconds: float) -> tuple[int, str]:
+    """Return the status and the content; if the request failed, what is wrong instead of the content."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is reached without a proxy
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})  # noqa: S310 - always http
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # it is reached without a proxy
-            answer = session.get(url, headers={"Metadata-Flavor": "Google"}, timeout=seconds)
-    except requests.Timeout:
-        return _Tried(trouble=f"no answer within {seconds:.2g} s", slow=True)
-    except requests.ConnectionError as error:
-        return _Tried(trouble=_reason(error))
-    except requests.RequestException as error:
-        return _Tried(trouble=str(error))
-    if answer.status_code == 404:
-        return _Tried(trouble="", final=True)
-    if answer.ok:
-        return _Tried(answer.text, trouble="", final=True)
-    again = answer.status_code >= 500 or answer.status_code == 429
-    return _Tried(trouble=f"status {answer.status_code}", final=not again)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the error of the operating system behind an error of requests."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.strerror:
-            return seen.strerror.lower()
-        seen = getattr(seen, "reason", None) or seen.__cause__ or seen.__context__
-    return "no connection"
+        with opener.open(request, timeout=seconds) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, f"status {error.code}"
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return 0, f"no answer within {seconds:.2g} s"
+        return 0, (getattr(reason, "strerror", None) or str(reason)).lower()
 
 
 ROLL_CALL_PORT = 5555
