@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,10 @@ from spile.worker.device import place_steering, put, translated
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Answer, AnswerRows, OutOfDeviceMemory, captured_tokens, check_tokens
 from spile.worker.progress import Progress
-from spile.worker.resolve import ResolvedRun
 from spile.worker.sizes import first_lengths, host_memory
+
+if TYPE_CHECKING:
+    from spile.worker.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)

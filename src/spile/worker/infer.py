@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,10 @@ from spile.worker.batches import Batch, BatchPlan
 from spile.worker.generator import make_generator
 from spile.worker.producer import Answer, AnswerRows, BatchProducer, Control, RowBlock, Verdict
 from spile.worker.progress import Progress
-from spile.worker.resolve import ResolvedRun
 from spile.worker.torch_producers import TorchGenerator, torch_models
+
+if TYPE_CHECKING:
+    from spile.worker.resolve import ResolvedRun
 
 _TOKEN_BYTES = 8
 """About what a token of an answer takes in ``predictions.jsonl``."""

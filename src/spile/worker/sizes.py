@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
-from spile.data.stream import SampleReader
 from spile.models.architecture import ModelConfig, flops_per_token
 from spile.objects import is_remote
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.worker.batches import Sizes
 from spile.worker.pipeline import AHEAD
+
+if TYPE_CHECKING:
+    from spile.data.stream import SampleReader
 
 _BATCH_TOKENS = {"cpu": (4096, 4096), "gpu": (4096, 32768), "tpu": (4096, 16384)}
 """Least and most tokens per device and batch: enough to keep the device busy, and a fraction of a shard."""
