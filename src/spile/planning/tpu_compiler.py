@@ -168,9 +168,9 @@ def compile_rows(program: Program, rows: int) -> Fit:
     from spile.models.attention import choose
     from spile.models.decoder import head_needed, layers_needed
     from spile.models.params import choose_runs, placed
+    from spile.worker.batches import AHEAD
     from spile.worker.device import DeviceProducer
     from spile.worker.mesh import default_shape, make_mesh, plan_mesh
-    from spile.worker.pipeline import AHEAD
 
     machine, config = parse_machine(program.machine), program.config
     devices = _topology_devices(program.machine)

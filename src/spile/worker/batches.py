@@ -19,6 +19,8 @@ from spile.spec.sample import Prediction, Sample
 Row = tuple[Sample, ...]
 """A packed sequence: samples one after another, then padding."""
 
+AHEAD = 3
+"""Default number of batches in flight beyond one per writer: two on the device and one on its way to the host."""
 _FIRST_WINDOW, _WINDOW = 4, 64
 """Batches per window: few at first because the device is waiting, then more because larger windows pack better."""
 _WINDOW_TOKENS = 1 << 17

@@ -30,7 +30,7 @@ from spile.store.ledger import ShardRecord
 from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
-from spile.worker.batches import Batch, Sizes
+from spile.worker.batches import AHEAD, Batch, Sizes
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, TokenLimit, Verdict
 from spile.worker.progress import Progress
 
@@ -42,8 +42,6 @@ _INTERRUPT_WAIT = 2.0
 """Seconds that an interrupted run waits for its threads."""
 _PLANNED = 1
 """Planned shards that wait in the queue; the planning thread holds one more."""
-AHEAD = 3
-"""Default number of batches in flight beyond one per writer: two on the device and one on its way to the host."""
 _SHARD_SAMPLES, _GROUP_SAMPLES = 16_384, 2_048
 """Most samples per shard, in total and per group, so that headers, indexes and what is planned ahead stay small."""
 _SKIPS = 16_384

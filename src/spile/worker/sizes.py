@@ -16,8 +16,7 @@ from spile.models.architecture import ModelConfig, flops_per_token
 from spile.objects import is_remote
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.worker.batches import Sizes
-from spile.worker.pipeline import AHEAD
+from spile.worker.batches import AHEAD, Sizes
 
 if TYPE_CHECKING:
     from spile.data.stream import SampleReader
