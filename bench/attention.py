@@ -35,7 +35,7 @@ def inputs(heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
 def with_jax(name: str, arrays: list[np.ndarray]) -> Callable[[], Any]:
     """Return one implementation, compiled."""
     segments = jnp.asarray(np.repeat([[1, 2]], _TOKENS // _ROW, 0).repeat(_ROW // 2, 1), jnp.int32)
-    attend = jax.jit(lambda *given: ATTENTIONS[name](*given, Scoring()))
+    attend = jax.jit(lambda q, k, v, segments: ATTENTIONS[name](q, k, v, segments, Scoring()))
     values = [jnp.asarray(array) for array in arrays]
     return lambda: attend(*values, segments).block_until_ready()
 

@@ -629,7 +629,8 @@ class ActivationStream(ShuffledReaders):
         # Samples of a window are computed in any order, so its rows are held: at most about as many as the buffer's.
         most = feed.buffer_rows // (sizes.batch_tokens * producer.groups)
         sizes = replace(sizes, window=max(_LEAST_WINDOW, min(sizes.window, most)))
-        sink, end = None, lambda: None
+        sink: Sink | None = None
+        end: Callable[[], int | None] = lambda: None
         if stream is not None:
             stream.read_parts = lambda: reader.parts
             sink, end = StreamSink(stream), partial(end_of_stream, run, stream, reader)
