@@ -431,9 +431,9 @@ def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleR
     return run.samples.read(done, ledger.parts, ledger.end)
 
 
-def end_of_stream(run: ResolvedRun, stream: StreamStore, reader: SampleReader) -> int | None:
+def end_of_stream(run: ResolvedRun, stream: StreamStore | None, reader: SampleReader) -> int | None:
     """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
-    known = run.stream_identity.samples is not None or stream.ledger.end is not None
+    known = stream is None or run.stream_identity.samples is not None or stream.ledger.end is not None
     return None if known else reader.total
 
 

@@ -629,11 +629,10 @@ class ActivationStream(ShuffledReaders):
         # Samples of a window are computed in any order, so its rows are held: at most about as many as the buffer's.
         most = feed.buffer_rows // (sizes.batch_tokens * producer.groups)
         sizes = replace(sizes, window=max(_LEAST_WINDOW, min(sizes.window, most)))
-        sink: Sink | None = None
-        end: Callable[[], int | None] = lambda: None
+        sink = None
         if stream is not None:
             stream.read_parts = lambda: reader.parts
-            sink, end = StreamSink(stream), partial(end_of_stream, run, stream, reader)
+            sink = StreamSink(stream)
         else:
             sizes = replace(sizes, shard_bytes=_SHARD_BYTES)
         return run_pipeline(
@@ -643,7 +642,7 @@ class ActivationStream(ShuffledReaders):
             sizes,
             progress=self._progress,
             control=LocalControl(stop, run.spec.commit_every),
-            end=end,
+            end=partial(end_of_stream, run, stream, reader),
         )
 
     def _load(self, reader: SampleReader) -> Producer:
