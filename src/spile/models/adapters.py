@@ -40,7 +40,7 @@ class LoraChange:
     turned: bool
     """Whether the file stores the matrix as ``[in, out]``."""
 
-    def apply(self, values: Values) -> Values:
+    def __call__(self, values: Values) -> Values:
         """Return the sum in float32, so that it is rounded once."""
         change = self.scale * (self.up.astype(np.float32) @ self.down.astype(np.float32))
         merged: Values = values.astype(np.float32) + (change.T if self.turned else change)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -129,11 +129,8 @@ Bounds = tuple[tuple[int, int], ...]
 Values = npt.NDArray[Any]
 
 
-class Change(Protocol):
-    """A change to a tensor of a file as it is read, such as an adapter's."""
-
-    def apply(self, values: Values) -> Values:
-        """Return the tensor with the change."""
+Change = Callable[[Values], Values]
+"""Returns a tensor of a file with the change of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Piece:
         if change is None and self.order == "rows":
             return _rows(source, entry, self.first + start, self.first + stop)[(slice(None), *rest)]
         whole = _rows(source, entry, 0, entry.shape[0])
-        whole = whole if change is None else change.apply(whole)
+        whole = whole if change is None else change(whole)
         return self._cut(whole, shape[0])[(slice(start, stop), *rest)]
 
     def _cut(self, whole: Values, outer: int) -> Values:

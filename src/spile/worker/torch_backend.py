@@ -106,8 +106,8 @@ def _child(module: Any, names: Sequence[str]) -> Any:
     return next((getattr(module, name) for name in names if module is not None and hasattr(module, name)), None)
 
 
-def _at(module: Any, side: Side, part: Part = lambda value: value) -> Place | None:
-    return None if module is None else Place(module, side, part)
+def _at(module: Any, side: Side) -> Place | None:
+    return None if module is None else Place(module, side)
 
 
 def _attention(_model: Any, layer: Any) -> Any:
@@ -169,11 +169,9 @@ def _heads(site: str) -> Callable[[Any, Any], Place | None]:
         if own is not None:
             return Place(own, "output")
         fused = _child(attention, _FUSED)
-        return (
-            None
-            if fused is None
-            else Place(fused, "output", _third(model, site, hasattr(attention, "query_key_value")))
-        )
+        if fused is None:
+            return None
+        return Place(fused, "output", _third(model, site, hasattr(attention, "query_key_value")))
 
     return find
 
@@ -599,7 +597,7 @@ def _merge(model: Any, adapter: Adapter) -> None:
 
     named = dict(model.named_parameters(remove_duplicate=False))
     for name, change in adapter.changes({name: tuple(value.shape) for name, value in named.items()}).items():
-        merged = torch.from_numpy(change.apply(named[name].detach().float().numpy())).to(named[name].dtype)
+        merged = torch.from_numpy(change(named[name].detach().float().numpy())).to(named[name].dtype)
         module, _, leaf = name.rpartition(".")
         # Replace the parameter, not its value: a head that is tied to the embedding must change alone.
         setattr(model.get_submodule(module), leaf, torch.nn.Parameter(merged, requires_grad=False))

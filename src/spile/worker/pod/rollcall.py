@@ -48,24 +48,18 @@ def send_all(connections: Iterable[socket.socket], message: dict[str, object]) -
 
 def receive(connection: socket.socket, identity: Identity, until: float) -> dict[str, object]:
     """Return the next line of JSON from worker 0; raise :class:`PodError` if it is gone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(until - time.monotonic(), 0.01))
-        try:
-            # Read no further than the end of the line: the next line belongs to the next call.
-            seen = connection.recv(MOST_BYTES, socket.MSG_PEEK)
-            data = connection.recv(seen.index(b"\n") + 1 if b"\n" in seen else len(seen)) if seen else b""
-        except OSError:
-            data = b""
-        if not data:
-            raise PodError(
-                f"{identity.host(0)} went away during the roll call",
-                found=f"this is worker {identity.process} of {identity.count}",
-                fix="see worker 0's log",
-            )
-        line += data
-        if len(line) > _MOST_ANSWER:
-            raise PodError(f"{identity.host(0)} sent a message without end", fix="see worker 0's log")
+    connection.settimeout(max(until - time.monotonic(), 0.01))
+    try:
+        with connection.makefile("rb", buffering=0) as lines:  # unbuffered: the next line belongs to the next call
+            line = lines.readline(_MOST_ANSWER)
+    except OSError:
+        line = b""
+    if not line.endswith(b"\n"):
+        raise PodError(
+            f"{identity.host(0)} went away during the roll call",
+            found=f"this is worker {identity.process} of {identity.count}",
+            fix="see worker 0's log",
+        )
     with _reading(identity):
         return dict(json.loads(line))
 
@@ -99,7 +93,7 @@ class RollConnections:
                     self._sockets[0].sendall(b"connected\n")
             thread.join()
             if self._identity.first and not self._failed:
-                self._send_all({"bye": True})
+                send_all(self._sockets.values(), {"bye": True})
         finally:
             self.close()
 
@@ -108,9 +102,6 @@ class RollConnections:
             with contextlib.suppress(OSError):  # the other side may be gone
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-
-    def _send_all(self, message: dict[str, object]) -> None:
-        send_all(self._sockets.values(), message)
 
     def _await_all(self, end: Line, until: float) -> None:
         waiting = dict(self._sockets)
@@ -144,7 +135,7 @@ class RollConnections:
     def _fail(self, line: str, end: Line) -> None:
         line = f"{line}; run the same command again on all hosts"
         self._failed = True
-        self._send_all({"error": line})
+        send_all(self._sockets.values(), {"error": line})
         end(line)
 
     def _await_bye(self, end: Line, until: float) -> None:
