@@ -162,7 +162,10 @@ def test_a_sample_without_room_is_quarantined_by_one_worker(tmp_path: Path) -> N
     finished, stream, said = attempt(tmp_path, {77: "memory"})
     assert finished
     assert_whole(tmp_path, {77: "memory"})
-    assert str(stream.ledger.quarantined[0]) == "task-77 (out of memory three times)"
+    # How often depends on what was committed before: shards are written in threads.
+    assert str(stream.ledger.quarantined[0]) in {
+        f"task-77 (out of memory {times} times)" for times in ("three", "four")
+    }
     assert any("to find the sample at fault" in line for line in said)
 
 
