@@ -104,12 +104,6 @@ class Distant:
     def create(self, key: str, data: bytes) -> bool:
         return self.traffic.over(lambda: self._inner.create(key, data))
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        return self.traffic.over(lambda: self._inner.get_version(key))
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        return self.traffic.over(lambda: self._inner.replace(key, data, version))
-
     def delete(self, key: str) -> None:
         self.traffic.over(lambda: self._inner.delete(key))
 
@@ -123,7 +117,7 @@ class Distant:
         self._inner.discard(remains)
 
 
-def _run() -> RunIdentity:
+def run_identity() -> RunIdentity:
     return RunIdentity(
         model="bench",
         revision=None,
@@ -142,7 +136,7 @@ def _run() -> RunIdentity:
 
 
 def _fill(root: Folder) -> None:
-    run = _run()
+    run = run_identity()
     join_run(root, run)
     for number in range(_STREAMS):
         identity = StreamIdentity("bench.jsonl", "0" * 64, _SHARDS, _SHARDS, (Tap("residual", 0),))

@@ -65,12 +65,6 @@ class Counting:
     def create(self, key: str, data: bytes) -> bool:
         return self.inner.create(key, data)
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        return self.inner.get_version(key)
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        return self.inner.replace(key, data, version)
-
     def delete(self, key: str) -> None:
         self.inner.delete(key)
 

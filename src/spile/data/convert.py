@@ -25,7 +25,7 @@ from spile.data.rows import TOKENS, arc_task_id, rejected_line, row_id
 from spile.data.sources import open_source
 from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
-from spile.objects import Unwritable
+from spile.objects.local import write_errors
 from spile.spec.run import BadRows
 
 
@@ -33,7 +33,7 @@ from spile.spec.run import BadRows
 def workspace(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder inside ``folder``, on the same disk; remove it afterwards."""
     fresh = not folder.exists()
-    with _writing(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".making-", dir=folder))
         try:
@@ -50,7 +50,7 @@ def replacing(*files: Path) -> Iterator[Sequence[IO[bytes]]]:
 
     The files are renamed, in order, when the block ends without an error. Otherwise nothing changes.
     """
-    with workspace(files[0].parent) as work, _writing(files[0]):
+    with workspace(files[0].parent) as work, write_errors(files[0]):
         made = [work / file.name for file in files]
         with ExitStack() as stack:
             handles = [stack.enter_context(path.open("wb", buffering=1 << 20)) for path in made]
@@ -60,14 +60,6 @@ def replacing(*files: Path) -> Iterator[Sequence[IO[bytes]]]:
                 os.fsync(handle.fileno())
         for path, file in zip(made, files, strict=True):
             path.replace(file)
-
-
-@contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Unwritable(f"{place} cannot be written", found=error.strerror or str(error)) from error
 
 
 Kind = Literal["arc", "chat", "text", "tokens"]
@@ -140,8 +132,8 @@ class Item:
     """A usable row, in the form in which streams store it."""
 
     task_id: str
-    data: dict[str, Any] | None
-    """The parsed row; None if the line was not parsed."""
+    data: dict[str, Any]
+    """The content of the row; empty for a rejected one."""
     raw: bytes | None
     """The original line, if a stream stores it unchanged."""
     row: int
@@ -151,10 +143,6 @@ class Item:
     def line(self) -> bytes:
         """Return the line to store, without a newline."""
         return orjson.dumps(self.data) if self.raw is None else self.raw
-
-    def content(self) -> dict[str, Any]:
-        """Return the row's content."""
-        return dict(orjson.loads(self.raw or b"{}")) if self.data is None else self.data
 
 
 class Unique:
@@ -197,12 +185,6 @@ def usable(
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
             return
         tally.rows += 1
-        if row.proven is not None and kind in (None, "arc") and selection.max_train_examples is None:
-            kind = "arc"
-            tally.samples += 1
-            yield Item(row.proven, None, row.raw, row.number)
-            continue
-        row = _parsed(row)
         item: Item | str
         if row.problem is not None or not isinstance(row.data, dict):
             item = row.problem or "a row that is not an object"
@@ -213,17 +195,10 @@ def usable(
             tally.reject(row, item, source, selection.bad_rows)
             if not keep_rejected:
                 continue
-            item = Item(_numbered(row.number), None, rejected_line(f"{row.place}: {item}"), row.number)
+            item = Item(_numbered(row.number), {}, rejected_line(f"{row.place}: {item}"), row.number)
         else:
             tally.samples += 1
         yield item
-
-
-def _parsed(row: SourceRow) -> SourceRow:
-    """Parse a row that passed the fast check but whose content is needed."""
-    if row.proven is None or row.raw is None:
-        return row
-    return SourceRow(row.number, orjson.loads(row.raw), row.place, row.raw)
 
 
 def _numbered(number: int) -> str:
@@ -268,7 +243,6 @@ def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
 def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     """Return an ARC task: the row itself, or a column of pairs of which the last is the test."""
     data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
-    booleans = row.raw is None or b"true" in row.raw or b"false" in row.raw
     if selection.column in data and "train" not in data:
         made = _from_pairs(data[selection.column])
         if isinstance(made, str):
@@ -279,7 +253,7 @@ def _task(row: SourceRow, selection: RowSelection) -> Item | str:
         raw = row.raw if isinstance(data.get("task_id"), str) else None
     else:
         return f"no column {selection.column!r}"
-    problem = task_problem(data, booleans=booleans)
+    problem = task_problem(data)
     if problem is not None:
         return problem
     own = row_id(data)
@@ -325,7 +299,7 @@ class Converted:
 
 
 def convert(
-    dataset: str,
+    dataset: str | RowSource,
     output: Path,
     *,
     selection: RowSelection | None = None,
@@ -336,26 +310,19 @@ def convert(
     test_outputs: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write a dataset's tasks to ``output``: a JSONL file, or with ``arc-json`` a folder for the challenge pair.
+    """Write the tasks of a dataset, given by name or as an open source, to ``output``.
+
+    The output is a JSONL file, or with ``arc-json`` a folder for the challenge pair.
 
     ``test_outputs`` keeps the test outputs in the JSONL. The output appears only when it is complete, and not at all
     if a task id occurs twice or no row is usable.
     """
     selection = selection or RowSelection()
-    source = open_source(dataset, column=selection.column, split=split, config_name=config_name, revision=revision)
-    return convert_source(source, output, selection, format=format, test_outputs=test_outputs, progress=progress)
-
-
-def convert_source(
-    source: RowSource,
-    output: Path,
-    selection: RowSelection,
-    *,
-    format: Format = "arc-jsonl",  # noqa: A002
-    test_outputs: bool = False,
-    progress: Progress | None = None,
-) -> Converted:
-    """Convert an open source; see :func:`convert`."""
+    source: RowSource = (
+        open_source(dataset, column=selection.column, split=split, config_name=config_name, revision=revision)
+        if isinstance(dataset, str)
+        else dataset
+    )
     files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
     tally, names = ItemTally(), Unique()
     written: set[str] = set()
@@ -412,7 +379,7 @@ class _JsonlWriter:
         self._file, self._test_outputs = file, test_outputs
 
     def item(self, item: Item) -> None:
-        data = item.content()
+        data = item.data
         test = data["test"] if self._test_outputs else [{"input": pair["input"]} for pair in data["test"]]
         line = {"task_id": item.task_id, "train": data["train"], "test": test}
         self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
@@ -428,7 +395,7 @@ class _PairWriter:
         self._files, self._between = (challenges, answers), b"{\n"
 
     def item(self, item: Item) -> None:
-        data = item.content()
+        data = item.data
         task = {"train": data["train"], "test": [{"input": pair["input"]} for pair in data["test"]]}
         known = [pair["output"] for pair in data["test"] if pair.get("output") is not None]
         for file, value in zip(self._files, (task, known), strict=True):

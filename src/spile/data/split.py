@@ -25,7 +25,7 @@ _EVERY = 256
 
 @dataclass(frozen=True)
 class Streams:
-    """What came of it."""
+    """The result of a split."""
 
     folder: Path
     manifest: StreamsManifest
@@ -66,7 +66,7 @@ class _Writer:
 
 
 def make_streams(
-    dataset: str,
+    dataset: str | RowSource,
     output_dir: Path,
     num_streams: int,
     *,
@@ -79,33 +79,24 @@ def make_streams(
     overwrite: bool = False,
     progress: Callable[[ItemTally], None] | None = None,
 ) -> Streams:
-    """Split a dataset into ``stream_000.jsonl``, … and describe them in ``streams.json``.
+    """Split a dataset, given by name or as an open source, into ``stream_000.jsonl``, …, listed in ``streams.json``.
 
     ``only`` writes some streams again, byte for byte as ``streams.json`` lists them. The files are renamed when all are
     complete, ``streams.json`` last.
     """
     selection = selection or RowSelection()
-    keep = selection.keep or default_keep(dataset)
-    source = open_source(
-        dataset, column=selection.column, split=split, config_name=config_name, keep=keep, revision=revision
+    source: RowSource = (
+        open_source(
+            dataset,
+            column=selection.column,
+            split=split,
+            config_name=config_name,
+            keep=selection.keep or default_keep(dataset),
+            revision=revision,
+        )
+        if isinstance(dataset, str)
+        else dataset
     )
-    return split_source(
-        source, output_dir, num_streams, selection, seed=seed, only=only, overwrite=overwrite, progress=progress
-    )
-
-
-def split_source(
-    source: RowSource,
-    output_dir: Path,
-    num_streams: int,
-    selection: RowSelection,
-    *,
-    seed: int = 0,
-    only: Collection[int] | None = None,
-    overwrite: bool = False,
-    progress: Callable[[ItemTally], None] | None = None,
-) -> Streams:
-    """Split an open source; see :func:`make_streams`."""
     chosen = _chosen(num_streams, only)
     if only is not None and overwrite:
         raise SpecError("--overwrite", expected="no --streams: it makes all streams again", found="--streams")

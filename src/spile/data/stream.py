@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.grids import passes_fast_check
 from spile.data.lines import BlockHashes, Line, PartReader, StreamFile, head_hash
 from spile.data.manifest import MANIFEST, check_stream, stream_name
 from spile.data.prompts import Document, Draft, Drafter, pack
@@ -294,12 +293,11 @@ def make_samples(
     drafter: Drafter | None = None
     for row in source.rows(0, None):
         place = f"{location} {row.place}"
-        if row.problem is not None:
-            raise DataError(place, expected="a usable row", found=row.problem)
-        data = row.data if row.data is not None else parse_row(row.raw or b"", place)
+        if row.problem is not None or not isinstance(row.data, dict):
+            raise DataError(place, expected="a usable row", found=row.problem or "a row that is not an object")
         if drafter is None:
-            drafter = Drafter.of(resolve(spec.prompt, data, place), spec, tokenizer, vocabulary)
-        drafts += drafter.drafts(data, row.number, place, lambda _index: True)
+            drafter = Drafter.of(resolve(spec.prompt, row.data, place), spec, tokenizer, vocabulary)
+        drafts += drafter.drafts(row.data, row.number, place, lambda _index: True)
     if drafter is None:
         raise DataError(f"{location} is empty", expected="at least one row", found="none")
     encoded = _encode(drafts, tokenizer)
@@ -445,9 +443,6 @@ def _checked_row(
     vocabulary: int | None,
 ) -> Drafter | None:
     """Check that a row can become samples; return the drafter, which the first usable row decides."""
-    fast = drafter is not None and drafter.prompt.kind == "arc" and not drafter.keep
-    if fast and passes_fast_check(line.raw) is not None:
-        return drafter
     place = f"{file.location} {file.number(line)}"
     try:
         row = parse_row(line.raw, place)

@@ -44,8 +44,6 @@ class SourceRow:
     raw: bytes | None = None
     """The line of JSON it was parsed from, if any."""
     problem: str | None = None
-    proven: str | None = None
-    """The id of a task that passed the fast check and was not parsed: ``data`` is None, the content is in ``raw``."""
 
 
 class RowSource(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import json
 import mmap
 import os
 import threading
@@ -164,16 +163,12 @@ class BucketFolder:
 
     def get(self, key: str) -> bytes:
         name = self._name(key)
-        data, _ = self._run("read", key, lambda: self._get(name))
+        data = self._run("read", key, lambda: self._get(name))
         self.stats.add(bytes_read=len(data))
         return data
 
-    def _get(self, name: str) -> tuple[bytes, str]:
-        def get(c: _Connection) -> tuple[bytes, str]:
-            reply = c.obstore.get(c.store, name)
-            return bytes(reply.bytes()), _version(reply.meta)
-
-        return self.bucket.once(get)
+    def _get(self, name: str) -> bytes:
+        return self.bucket.once(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
         """Return an iterator over whole objects, many at a time because each waits for the network."""
@@ -211,7 +206,7 @@ class BucketFolder:
             return
         wanted = self._prefix + prefix
         folder, _, rest = wanted.rpartition("/")
-        after = wanted[:-1] if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
+        after = _just_before(wanted) if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
         stream: Any = None
 
         def page() -> Any:
@@ -241,48 +236,28 @@ class BucketFolder:
         self._run("write", key, lambda: self._put(name, data, "overwrite"))
         self.stats.add(bytes_written=len(data))
 
-    def _put(self, name: str, data: bytes, mode: Any) -> str:
-        found = self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
-        return _version(found)
+    def _put(self, name: str, data: bytes, mode: str) -> None:
+        self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
 
     def create(self, key: str, data: bytes) -> bool:
-        return self._put_if(key, data, "create") is not None
-
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        name = self._name(key)
-        return self._run("read", key, lambda: self._get(name))
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        return self._put_if(key, data, json.loads(version))
-
-    def _put_if(self, key: str, data: bytes, mode: Any) -> str | None:
-        """Write under a condition. If an earlier reply was lost, compare the object in place with ours."""
+        """Create an object if it is absent. If an earlier reply was lost, compare the object in place with ours."""
         name = self._name(key)
         reply_lost = False
 
-        def attempt() -> str | None:
+        def attempt() -> bool:
             nonlocal reply_lost
             try:
-                return self._put(name, data, mode)
+                self._put(name, data, "create")
             except RequestFailure as failure:
-                if failure.exists or (failure.absent and mode != "create"):
-                    return self._version_of(name, data) if reply_lost else None
+                if failure.exists:
+                    return reply_lost and self._get(name) == data
                 reply_lost |= failure.transient
                 raise
+            return True
 
-        written = self._run("write", key, attempt)
-        self.stats.add(bytes_written=len(data) * (written is not None))
-        return written
-
-    def _version_of(self, name: str, data: bytes) -> str | None:
-        """Return the object's version if it consists of these bytes."""
-        try:
-            found, version = self._get(name)
-        except RequestFailure as failure:
-            if failure.absent:
-                return None
-            raise
-        return version if found == data else None
+        created = self._run("write", key, attempt)
+        self.stats.add(bytes_written=len(data) * created)
+        return created
 
     def delete(self, key: str) -> None:
         name = self._name(key)
@@ -341,9 +316,10 @@ class BucketFolder:
             raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
 
 
-def _version(found: Any) -> str:
-    """Return what :meth:`BucketFolder.replace` needs to know: S3 and Azure compare the ETag, GCS the generation."""
-    return json.dumps({name: found[name] for name in ("e_tag", "version") if found[name] is not None})
+def _just_before(key: str) -> str:
+    """Return a key that sorts before ``key`` and, if names are ASCII, after the keys that lack its last character."""
+    last = ord(key[-1])
+    return key[:-1] + (f"{chr(last - 1)}~" if 0x30 < last < 0x7F else "")
 
 
 def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
@@ -390,12 +366,6 @@ class Buffers:
             if buffer is not None:  # reused because the first write to each new page costs a page fault
                 self._free = [*self._free, buffer][-_KEEP_FREE:]
             self._changed.notify_all()
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes that open writers hold."""
-        with self._changed:
-            return sum(self._taken)
 
 
 def _round_up(size: int) -> int:

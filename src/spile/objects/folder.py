@@ -62,19 +62,14 @@ class Stats:
     requests: int = 0
     retries: int = 0
     """Requests sent again after a temporary failure."""
-    waited: float = 0.0
-    """Seconds slept before retries, summed over threads."""
     bytes_written: int = 0
     bytes_read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(
-        self, *, requests: int = 0, retries: int = 0, waited: float = 0.0, bytes_written: int = 0, bytes_read: int = 0
-    ) -> None:
+    def add(self, *, requests: int = 0, retries: int = 0, bytes_written: int = 0, bytes_read: int = 0) -> None:
         with self._lock:
             self.requests += requests
             self.retries += retries
-            self.waited += waited
             self.bytes_written += bytes_written
             self.bytes_read += bytes_read
 
@@ -163,16 +158,6 @@ class Folder(Protocol):
 
         If a reply is lost, the object is read back and equal bytes count as created by this call. An object that
         must have a single author, such as a commit, therefore has to contain something unique to that author.
-        """
-
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        """Return the whole object and its version, for :meth:`replace`."""
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        """Replace an object only if it still has this version, atomically and durably.
-
-        Returns the new version, or None if the object has changed or is gone. A lost reply is handled as in
-        :meth:`create`, so no two authors may write the same bytes, and no author the same bytes twice.
         """
 
     def delete(self, key: str) -> None:

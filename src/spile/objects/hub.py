@@ -176,4 +176,4 @@ class HubFolder:
             fix="write to a folder or a bucket, and then: spile push ROOT hf://datasets/OWNER/NAME",
         )
 
-    put = create = get_version = replace = delete = writer = discard = _read_only
+    put = create = delete = writer = discard = _read_only

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import hashlib
 import io
 import mmap
 import os
@@ -352,26 +351,6 @@ class LocalFolder:
                 temporary.unlink(missing_ok=True)
         self.stats.add(requests=1, bytes_written=len(data))
         return True
-
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        data = self.get(key)
-        return data, hashlib.sha256(data).hexdigest()
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        """Compare and rename while the directory is locked, so that one of several authors succeeds."""
-        path = self._at(key)
-        with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
-                if hashlib.sha256(path.read_bytes()).hexdigest() == version:
-                    with self._temporary_file(path, data) as temporary:
-                        temporary.rename(path)
-                    self.stats.add(requests=1, bytes_written=len(data))
-                    return hashlib.sha256(data).hexdigest()
-            finally:
-                os.close(folder)
-        return None
 
     def delete(self, key: str) -> None:
         path = self._at(key)

@@ -116,15 +116,6 @@ class MirrorFolder:
                 fix="choose another --output-dir, or remove what is there; the dataset itself is complete",
             )
 
-    def get_version(self, key: str) -> tuple[bytes, str]:
-        return self.home.get_version(key)
-
-    def replace(self, key: str, data: bytes, version: str) -> str | None:
-        replaced = self.home.replace(key, data, version)
-        if replaced is not None:
-            self.copy.put(key, data)
-        return replaced
-
     def delete(self, key: str) -> None:
         self.home.delete(key)
         self.copy.delete(key)

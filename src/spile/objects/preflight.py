@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +20,15 @@ from spile.objects.retry import RequestFailure
 _DEFAULT_REGION = {"gs": "us-central1", "s3": "us-east-1", "az": ""}
 
 
-def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] = os.environ) -> list[str]:
+def preflight(folder: Folder, *, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Try to write to a folder and return warnings. Leaves nothing behind.
 
     Args:
         folder: The output.
-        need: Bytes that a disk must have free, for the shards being written.
         environment: Where ``SPILE_MACHINE_REGION`` and the clouds' variables are looked up.
     """
     if folder.local_path is not None:
-        _try_disk(folder.local_path, folder.url, need)
+        _try_disk(folder.local_path)
         return []
     if isinstance(folder, BucketFolder):
         with ThreadPoolExecutor(1) as pool:  # outside a cloud it takes a second to find that out
@@ -40,7 +38,7 @@ def preflight(folder: Folder, *, need: int = 0, environment: Mapping[str, str] =
     return []
 
 
-def _try_disk(path: Path, url: str, need: int) -> None:
+def _try_disk(path: Path) -> None:
     """Write a file in the folder, or in the nearest folder above it that exists."""
     existing = path.absolute()
     while not existing.exists() and existing != existing.parent:
@@ -52,14 +50,6 @@ def _try_disk(path: Path, url: str, need: int) -> None:
             probe.write(b"spile")
             probe.flush()
             os.fsync(probe.fileno())
-        free = shutil.disk_usage(existing).free
-    if free < need:
-        raise Unwritable(
-            f"no room in {url}",
-            expected=f"{need / 1e9:.1f} GB free",
-            found=f"{free / 1e9:.1f} GB",
-            fix="free some room, choose another --output or a smaller --shard-size-gb",
-        )
 
 
 def _try_bucket(folder: BucketFolder, find_machine: Callable[[], Region | None]) -> None:

@@ -75,8 +75,6 @@ class RequestFailure(Exception):
         self.status = status
         self.code = code
         self.transient = transient
-        self.exhausted = False
-        """The request was retried for the whole allowed time, so an enclosing operation does not start over."""
 
     @property
     def no_bucket(self) -> bool:
@@ -163,11 +161,10 @@ class Retry:
                 failed = self.clock() if failed is None else failed
                 # Full jitter: workers that failed together do not retry together.
                 wait = random.uniform(0, min(self.cap, self.first * 2**tries))
-                failure.exhausted |= self.clock() - failed + wait > self.total
-                if not failure.transient or failure.exhausted:
+                if not failure.transient or self.clock() - failed + wait > self.total:
                     raise
                 tries += 1
-                stats.add(retries=1, waited=wait)
+                stats.add(retries=1)
                 self.sleep(wait)
 
 

@@ -6,9 +6,12 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from spile.errors import Damaged, SpecError
+from spile.objects.folder import read_ahead
 
 if TYPE_CHECKING:
     from spile.objects.folder import Folder, ObjectInfo
@@ -28,6 +31,8 @@ _ADDITION = re.compile(r"added_[0-9a-f]{8}")
 # The number of digits is limited, because code loops over the numbers that it finds.
 _STREAM_FOLDER = re.compile(r"(?:stream|tpu)_(0|[1-9]\d{0,8})", re.ASCII)
 _PREFIXES = ("stream_", "tpu_")
+_PAGE = 1000
+"""The number of objects that a bucket lists per request."""
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
 _PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
@@ -46,9 +51,24 @@ def stream_number(folder: str) -> int | None:
 
 
 def list_streams(root: Folder) -> Iterator[ObjectInfo]:
-    """List the files of all streams, under both names."""
+    """List the files of all streams, under both names.
+
+    A bucket lists one page after another, so the streams of a large dataset are listed by their first digit at once.
+    """
     for prefix in _PREFIXES:
-        yield from root.list(prefix)
+        listed = root.list(prefix)
+        first = list(islice(listed, _PAGE))
+        if root.local_path is not None or len(first) < _PAGE:
+            yield from first
+            yield from listed
+            continue
+        calls = (partial(_list, root, f"{prefix}{digit}") for digit in range(10))
+        for part in read_ahead(calls, 10):
+            yield from part
+
+
+def _list(root: Folder, prefix: str) -> list[ObjectInfo]:
+    return list(root.list(prefix))
 
 
 def existing_folder(root: Folder, worker_id: int) -> str:

@@ -571,9 +571,12 @@ _COUNTS = ("lines", "samples", "streams", "head")
 
 def read_stream(folder: Folder) -> StreamRecord | None:
     """Read the ``stream.json`` of a stream's folder; return None if there is none."""
-    if (data := get_if_present(folder, STREAM)) is None:
-        return None
-    where = f"{folder.url}/{STREAM}"
+    data = get_if_present(folder, STREAM)
+    return None if data is None else parse_stream(data, f"{folder.url}/{STREAM}")
+
+
+def parse_stream(data: bytes, where: str) -> StreamRecord:
+    """Return the content of a ``stream.json``; raise :class:`Damaged`, which names ``where``, if it is malformed."""
     fields = unseal(data, where, STREAM_FORMATS)
     with untrusted(Damaged, f"{where} is not the record of a stream"):
         counts = {name: None if fields.get(name) is None else int(fields[name]) for name in _COUNTS}

@@ -20,16 +20,14 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
+from spile.store.index import StreamEntry, read_index, survey
 from spile.store.layout import (
     METADATA,
     STREAM,
     addition_folder,
     existing_folder,
     is_addition,
-    list_streams,
     new_attempt,
-    one_folder,
-    stream_number,
 )
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
@@ -209,8 +207,10 @@ CONCURRENT_REQUESTS = 32
 class Stream:
     """One stream of a dataset: its identity and its committed shards."""
 
-    def __init__(self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = ()) -> None:
-        self.folder, self.record = folder, record
+    def __init__(
+        self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = (), entry: StreamEntry | None = None
+    ) -> None:
+        self.folder, self.record, self._entry = folder, record, entry
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
         self.all_additions = tuple(begun)
@@ -236,7 +236,9 @@ class Stream:
     def commits(self) -> tuple[Commit, ...]:
         # A cached_property of Python 3.11 has one lock for all objects, so streams would be read one after another.
         if self._commits is None:
-            self._commits = tuple(read_commits(self.folder, self.record.id))
+            copied = None if self._entry is None else self._entry.read_commits(self.folder.url, self.record.id)
+            self._commits = tuple(read_commits(self.folder, self.record.id)) if copied is None else copied
+            self._entry = None
         return self._commits
 
     @property
@@ -308,7 +310,7 @@ class Stream:
 
 def find_streams(root: Folder) -> dict[int, str]:
     """Return the names of the streams' folders below a root, by the numbers of the streams, in their order."""
-    return {number: name for number, (name, _) in _folders(root).items()}
+    return {number: files.folder for number, files in survey(root).items()}
 
 
 def finished_quarantines(root: Folder) -> list[str]:
@@ -331,22 +333,6 @@ def finished_quarantines(root: Folder) -> list[str]:
         return [sample for found in pool.map(read, keys) for sample in found]
 
 
-def _folders(root: Folder) -> dict[int, tuple[str, list[str]]]:
-    """Map each stream's number to the name of its folder and of the folders of added taps."""
-    found: dict[int, str] = {}
-    added: dict[int, list[str]] = {}
-    for info in list_streams(root):
-        folder, _, rest = info.key.partition("/")
-        number = stream_number(folder)
-        if number is None or not rest.endswith(STREAM):
-            continue
-        if rest == STREAM:
-            one_folder(root, found, number, folder)
-        elif is_addition(rest.removesuffix("/" + STREAM)):
-            added.setdefault(number, []).append(rest.removesuffix("/" + STREAM))
-    return {number: (found[number], added.get(number, [])) for number in sorted(found)}
-
-
 def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
     """Return why a ``stream.json`` does not belong to folder ``number`` of this run, or None if it does."""
     if record.fingerprint != run.fingerprint():
@@ -363,18 +349,25 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
         Damaged: If a stream belongs to another run, another folder or another split of the data.
 
     """
-    found = _folders(root)
-    folders = [root.child(name) for name, _ in found.values()]
+    found = survey(root)
+    entries = read_index(root, found)
+    folders = {number: root.child(files.folder) for number, files in found.items()}
+
+    def read(number: int) -> StreamRecord | None:
+        entry, folder = entries.get(number), folders[number]
+        return read_stream(folder) if entry is None else entry.record(f"{folder.url}/{STREAM}")
+
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
-        records = list(pool.map(read_stream, folders))
+        records = list(pool.map(read, found))
     streams = []
-    for (number, (_, added)), folder, record in zip(found.items(), folders, records, strict=True):
+    for (number, files), record in zip(found.items(), records, strict=True):
+        folder = folders[number]
         if record is None:
             continue  # The stream was removed after it was listed.
         if why := foreign_reason(record, number, run):
             fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
-        streams.append(Stream(folder, record, find_additions(folder, record, added)))
+        streams.append(Stream(folder, record, find_additions(folder, record, files.added), entries.get(number)))
     # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.
     with_split = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, with_split):

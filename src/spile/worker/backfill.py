@@ -28,6 +28,7 @@ from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.cleanup import remove_remains
+from spile.store.index import write_entry
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
@@ -382,6 +383,8 @@ def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop
             after_commit=status.committed,
         )
         progress.phase(Phase.DONE if finished else Phase.STOPPED)  # for the last heartbeat
+    if finished:
+        write_entry(plan.root, stream.number)
     return finished
 
 

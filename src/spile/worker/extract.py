@@ -25,6 +25,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
+from spile.store.index import write_entry
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
 from spile.store.quarantine import (
@@ -361,6 +362,7 @@ def _finish(
     """Write what is derived from the ledger if the stream is finished, and return what the stream holds."""
     if hosts.first and finished:
         stream.finish()
+        write_entry(run.root, stream.record.worker_id)
         if run.spec.generation is not None:
             write_answers(run, stream)
         write_checkpoint_file(run.spec, stream, "completed", progress.log)

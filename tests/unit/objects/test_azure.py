@@ -18,9 +18,7 @@ from test_folder import (  # noqa: F401 - collected here too, with the backend b
     test_put_get_replace_delete,
     test_ranges,
     test_read_chunks,
-    test_replace_only_the_same_version,
     test_sixteen_creators_one_winner,
-    test_sixteen_replacements_one_winner,
     test_writer_shrinks_with_moves,
     test_writer_writes_anywhere_and_is_seen_at_once,
 )

@@ -73,12 +73,6 @@ def check_create(folder: Folder) -> None:
     assert not folder.create("new", b"theirs")
 
 
-def check_replace(folder: Folder) -> None:
-    _, version = folder.get_version("there")
-    assert folder.replace("there", b"mine", version) is not None
-    assert folder.replace("there", b"theirs", version) is None
-
-
 def check_lost_race(folder: Folder) -> None:
     assert not folder.create("there", b"mine")
 
@@ -102,7 +96,6 @@ VERBS = [
     check_list,
     check_put,
     check_create,
-    check_replace,
     check_lost_race,
     check_delete,
     check_many,

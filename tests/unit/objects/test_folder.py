@@ -47,38 +47,6 @@ def test_create_once(folder: Folder) -> None:
     assert list(folder.unfinished()) == []
 
 
-def test_replace_only_the_same_version(folder: Folder) -> None:
-    assert folder.create("claims/0.json", b"1")
-    data, first = folder.get_version("claims/0.json")
-    assert data == b"1"
-    second = folder.replace("claims/0.json", b"2", first)
-    assert second is not None
-    assert folder.replace("claims/0.json", b"3", first) is None
-    assert folder.get_version("claims/0.json") == (b"2", second)
-    assert folder.replace("claims/0.json", b"4", second) is not None
-    folder.delete("claims/0.json")
-    assert folder.replace("claims/0.json", b"5", second) is None
-    assert folder.replace("nowhere/0.json", b"5", second) is None
-    with pytest.raises(NotFound):
-        folder.get_version("claims/0.json")
-    assert keys(folder) == []
-
-
-def test_sixteen_replacements_one_winner(folder: Folder) -> None:
-    folder.put("one", b"nobody's")
-    _, version = folder.get_version("one")
-    start = threading.Barrier(16)
-
-    def replace(author: int) -> bool:
-        start.wait()
-        return folder.replace("one", f"author {author}".encode(), version) is not None
-
-    with ThreadPoolExecutor(16) as pool:
-        won = list(pool.map(replace, range(16)))
-    assert won.count(True) == 1
-    assert folder.get("one") == f"author {won.index(True)}".encode()
-
-
 def assert_one_winner(folder: Folder) -> None:
     """Create from sixteen threads at once: one wins, and its content is stored."""
     start = threading.Barrier(16)

@@ -43,9 +43,13 @@ def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         preflight(open_folder(str(tmp_path)))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no room in .*: expected 1000000000.0 GB free, found .* GB\. Free some room"):
-        preflight(open_folder(str(tmp_path)), need=10**18)
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"cannot write .*: expected a folder with room, found a full disk"):
+        preflight(open_folder(str(tmp_path)))
 
 
 def test_no_bucket_says_what_to_type(cloud_url: str) -> None:

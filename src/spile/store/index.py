@@ -1,0 +1,185 @@
+"""The index of a dataset in a bucket: copies of finished ledgers, many to an object, so that readers open it quickly.
+
+The index is derived data. An entry is used only if a listing of the bucket shows exactly the objects, in the same
+versions, from which it was copied; otherwise the ledger itself is read. Verification never uses it.
+
+``index/0003.json.z`` has the entries of streams 384 to 511. A worker adds the entry of its stream when it has finished
+the stream. Two workers that write at the same time may undo one another, so each looks afterwards and tries again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from spile.errors import SpileError, StoreError, untrusted
+from spile.objects.folder import Folder, ObjectInfo, read_ahead
+from spile.objects.mirror import home_of
+from spile.store.layout import (
+    COMMITS,
+    STREAM,
+    commit_key,
+    commit_number,
+    existing_folder,
+    is_addition,
+    list_streams,
+    one_folder,
+    stream_number,
+)
+from spile.store.ledger import Commit
+from spile.store.stream import StreamRecord, parse_stream
+
+INDEX = "index/"
+_GROUP = 128
+"""The number of streams whose entries are in one object."""
+_FEWEST = 48
+"""The ledgers of fewer streams are read as fast as the index."""
+_LARGEST_LEDGER = 64 << 10
+"""Bytes of the commits of a stream. The entry of a stream with larger ledgers has its record only."""
+_LARGEST_GROUP = _GROUP * (_LARGEST_LEDGER + (16 << 10))
+_ATTEMPTS = 6
+_PAUSE = 2.0
+"""Seconds between two attempts, at most."""
+_READERS = 32
+
+
+@dataclass
+class StreamFiles:
+    """What a listing shows of one stream."""
+
+    folder: str
+    added: list[str] = field(default_factory=list)
+    """The folders of added taps."""
+    _hash: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, key: str, info: ObjectInfo) -> None:
+        version = info.etag or repr(info.updated)
+        self._hash.update(f"{key}\0{info.size}\0{version}\n".encode())
+
+    @property
+    def digest(self) -> str:
+        """A hash of the names, sizes and versions of all objects of the ledger."""
+        return str(self._hash.hexdigest()[:32])
+
+
+def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int, StreamFiles]:
+    """Return the streams that have a ``stream.json``, by number, from one listing."""
+    found: dict[int, StreamFiles] = {}
+    names: dict[int, str] = {}
+    for info in list_streams(root) if infos is None else infos:
+        folder, _, rest = info.key.partition("/")
+        if rest.startswith("shard_"):
+            continue
+        number = stream_number(folder)
+        added, _, inner = rest.partition("/")
+        if number is None or not (rest == STREAM or rest.startswith(COMMITS) or is_addition(added)):
+            continue
+        if rest == STREAM:
+            one_folder(root, names, number, folder)
+        files = found.setdefault(number, StreamFiles(folder))
+        if inner == STREAM and is_addition(added):
+            files.added.append(added)
+        if rest == STREAM or rest.startswith(COMMITS) or inner == STREAM or inner.startswith(COMMITS):
+            files.add(rest, info)
+    return {number: found[number] for number in sorted(names)}
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """The copies of one stream's ``stream.json`` and commits."""
+
+    digest: str
+    stream: str
+    commits: tuple[str, ...] | None
+    """None if they are too large."""
+
+    def record(self, where: str) -> StreamRecord:
+        return parse_stream(self.stream.encode(), where)
+
+    def read_commits(self, where: str, stream: str) -> tuple[Commit, ...] | None:
+        """Return the commits of this incarnation of the stream, with their checksums verified; None if not copied."""
+        if self.commits is None:
+            return None
+        read = (Commit.from_bytes(text.encode(), where) for text in self.commits)
+        return tuple(commit for commit in read if commit.stream == stream)
+
+
+def read_index(root: Folder, found: Mapping[int, StreamFiles]) -> dict[int, StreamEntry]:
+    """Return the entries that agree with a listing. Objects that cannot be read count as absent."""
+    if root.local_path is not None or len(found) < _FEWEST:
+        return {}
+    keys = sorted({group_key(number) for number in found})
+    entries: dict[int, StreamEntry] = {}
+    for group in read_ahead((partial(_read_group, root, key) for key in keys), _READERS):
+        entries |= {n: entry for n, entry in group.items() if n in found and found[n].digest == entry.digest}
+    return entries
+
+
+def write_entry(root: Folder, number: int) -> None:
+    """Add a stream to the index of a dataset in a bucket. Failures are ignored: readers then use the ledger."""
+    if root.local_path is None:
+        with suppress(SpileError):
+            _write_entry(home_of(root), number)
+
+
+def _write_entry(root: Folder, number: int) -> None:
+    """Replace the object with one that has the entry, and again if another worker undid it at the same time."""
+    entry, key = copy_ledger(root, number), group_key(number)
+    for attempt in range(_ATTEMPTS):
+        group = _read_group(root, key)
+        if group.get(number) == entry:
+            return
+        if attempt:
+            time.sleep(random.uniform(0, _PAUSE))
+        root.put(key, pack_group({**group, number: entry}))
+
+
+def copy_ledger(root: Folder, number: int) -> StreamEntry:
+    """Return the entry of a stream."""
+    folder = existing_folder(root, number)
+    infos = [info for info in root.list(f"{folder}/") if not info.key.startswith(f"{folder}/shard_")]
+    files = survey(root, infos)[number]
+    numbers = [each for info in infos if (each := commit_number(info.key.removeprefix(f"{folder}/"))) is not None]
+    size = sum(info.size for info in infos if info.key.startswith(f"{folder}/{COMMITS}"))
+    keys = [f"{folder}/{commit_key(each)}" for each in sorted(numbers)]
+    commits = tuple(data.decode() for data in root.get_many(keys)) if size <= _LARGEST_LEDGER else None
+    return StreamEntry(files.digest, root.get(f"{folder}/{STREAM}").decode(), commits)
+
+
+def group_key(number: int) -> str:
+    """Return the key of the object that has the entry of a stream."""
+    return f"{INDEX}{number // _GROUP:04d}.json.z"
+
+
+def pack_group(group: Mapping[int, StreamEntry]) -> bytes:
+    """Return the content of an object of the index, from entries by stream."""
+    fields = {str(number): [entry.digest, entry.stream, entry.commits] for number, entry in group.items()}
+    return zlib.compress(json.dumps(fields).encode(), 1)
+
+
+def _unpack_group(data: bytes) -> dict[int, StreamEntry]:
+    """Return the entries of an object of the index; none if any of it is malformed."""
+    try:
+        with untrusted(StoreError, "an object of the index is malformed"):
+            fields = json.loads(zlib.decompressobj().decompress(data, _LARGEST_GROUP))
+            return {
+                int(number): StreamEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
+                for number, (digest, stream, texts) in fields.items()
+            }
+    except StoreError:
+        return {}
+
+
+def _read_group(root: Folder, key: str) -> dict[int, StreamEntry]:
+    try:
+        return _unpack_group(root.get(key))
+    except StoreError:
+        return {}
