@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from spile.data.manifest import STREAM, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import Claim, ClaimBook
-from spile.store.snapshot import SnapshotReader, State
+from spile.store.snapshot import SnapshotReader, State, StreamView
 from spile.worker.pod.pod import SingleProcess, WorkerGroup
 
 _NOTHING = -1
@@ -58,12 +59,12 @@ def work_on_claims(
 
     """
     hosts = hosts or SingleProcess()
-    total = _stream_sizes(data)
+    streams = _find_streams(data)
     snapshots = SnapshotReader(open_folder(output))
     finished: set[int] = set()
     failed: dict[int, SpileError] = {}
     while True:
-        left = {number: size for number, size in total.items() if number not in finished and number not in failed}
+        left = [each for each in streams if each.number not in finished and each.number not in failed]
         claim = _claim(book, snapshots, left, sleep) if hosts.first else None
         stream = int(hosts.agree("claim", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
@@ -71,7 +72,7 @@ def work_on_claims(
                 raise next(iter(failed.values()))
             log("no stream is left to claim")
             return 0
-        log(f"stream {stream} of {len(total)}")
+        log(f"stream {stream} of {len(streams)}")
         try:
             with nullcontext() if claim is None else claim.keep_renewed(log):
                 code = run(stream)
@@ -92,36 +93,59 @@ def work_on_claims(
 
 
 def _claim(
-    book: ClaimBook, snapshots: SnapshotReader, total: Mapping[int, int], sleep: Callable[[float], None]
+    book: ClaimBook, snapshots: SnapshotReader, streams: Sequence[_Stream], sleep: Callable[[float], None]
 ) -> Claim | None:
     """Return a claim, or None if live workers hold all unfinished streams or none is left."""
     while True:
-        left = dict(total)
-        for view in snapshots.take().streams:
-            if view.number in left:
-                done = view.state is State.DONE or view.samples >= left[view.number]
-                left[view.number] -= view.samples
-                if done:
-                    del left[view.number]
-        order = sorted(left, key=lambda stream: (-left[stream], stream))
+        views = {view.number: view for view in snapshots.take().streams}
+        left = {
+            stream.number: stream.size - (views[stream.number].samples if stream.number in views else 0)
+            for stream in streams
+            if not stream.is_done(views.get(stream.number))
+        }
+        order = sorted(left, key=lambda number: (-left[number], number))
         claim = book.take(order) if order else None
         if claim is not None or book.all_busy(order):
             return claim
         sleep(book.expiry / 4)
 
 
-def _stream_sizes(data: DataSpec) -> dict[int, int]:
-    """Return the number of samples of each stream; bytes if the folder has no ``streams.json``."""
+@dataclass(frozen=True)
+class _Stream:
+    """One stream of the split."""
+
+    number: int
+    size: int
+    """Its samples, or bytes if the folder has no ``streams.json``. Larger streams are claimed first."""
+    wanted: int | None
+    """The samples that the run asks for; None if only the worker can tell."""
+
+    def is_done(self, view: StreamView | None) -> bool:
+        """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
+        if view is None or view.state is not State.DONE:
+            return False
+        # It may be done by the smaller --max-samples of an earlier run.
+        return self.wanted is None or view.expected is None or view.expected >= self.wanted
+
+
+def _find_streams(data: DataSpec) -> list[_Stream]:
     if data.dataset_dir is None:
         raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)
-    limit = data.max_samples
     if manifest is not None:
-        sizes = {number: entry.samples for number, entry in enumerate(manifest.streams)}
+        found = [_planned(data, number, entry.samples) for number, entry in enumerate(manifest.streams)]
     else:
-        found = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
-        sizes = {int(match[1]): size for match, size in found if match is not None}
-    if not sizes:
+        files = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
+        found = [_Stream(int(match[1]), size, None) for match, size in files if match is not None]
+    if not found:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
-    return {number: size if limit is None else min(size, limit) for number, size in sizes.items()}
+    return found
+
+
+def _planned(data: DataSpec, number: int, rows: int) -> _Stream:
+    """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
+    samples = rows * data.prompt.predictions_per_task
+    size = samples if data.max_samples is None else min(samples, data.max_samples)
+    exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
+    return _Stream(number, size, size if exact else None)

@@ -1,17 +1,22 @@
-"""A worker that claims streams: one that fails does not stop the others."""
+"""A worker that claims streams: which ones it takes, and that one that fails does not stop the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spile.data.split import make_streams
 from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
 from spile.objects import open_folder
-from spile.spec.run import DataSpec
+from spile.spec.run import DataSpec, PromptSpec
 from spile.store.claims import ClaimBook, ClaimReader
+from spile.store.snapshot import Snapshot, State, StreamView
 from spile.worker.claiming import work_on_claims
 from spile.worker.pod.pod import SingleProcess
+from unit.cli.refusals import lines
 
 
 class Run:
@@ -74,3 +79,47 @@ def test_an_interrupt_and_a_failure_on_a_pod_end_the_worker(tmp_path: Path) -> N
     with pytest.raises(DataError):
         run.work(hosts)
     assert len(run.began) == 1, "the other hosts cannot know what happened here"
+
+
+def views(*found: StreamView) -> Callable[[object], object]:
+    """Return a stand-in for the reader of the dataset, which always sees these streams."""
+
+    class Reader:
+        def __init__(self, _root: object) -> None: ...
+
+        def take(self) -> Snapshot:
+            return Snapshot("out", 0.0, found)
+
+    return Reader
+
+
+FOUR = PromptSpec(predictions_per_task=4)
+
+
+@pytest.mark.parametrize(
+    ("view", "data", "runs"),
+    [
+        (StreamView(0, "s", State.DONE, samples=48, expected=48), DataSpec(prompt=FOUR), False),
+        (StreamView(0, "s", State.STOPPED, samples=35, expected=48), DataSpec(prompt=FOUR), True),
+        # Its worker was killed while it stored the last samples, and its last heartbeat is recent.
+        (StreamView(0, "s", State.WORKING, samples=12, expected=12), DataSpec(), True),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(max_samples=5), False),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(), True),
+        # A packed sample is no row, and only a worker knows how many tokens a stream has.
+        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(prompt=PromptSpec(pack=True)), False),
+        (StreamView(0, "s", State.SILENT, samples=50, expected=None), DataSpec(prompt=PromptSpec(pack=True)), True),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(max_tokens=100), False),
+    ],
+)
+def test_only_a_complete_ledger_makes_a_stream_done(
+    view: StreamView, data: DataSpec, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is restarted must not leave a stream of 12 rows at its 35th of 48 samples."""
+    lines(tmp_path / "rows.jsonl", *({"text": str(number)} for number in range(12)))
+    make_streams(str(tmp_path / "rows.jsonl"), tmp_path / "streams", 1)
+    monkeypatch.setattr("spile.worker.claiming.SnapshotReader", views(view))
+    ran: list[int] = []
+    book = ClaimBook(open_folder(str(tmp_path / "out")), "a")
+    data = replace(data, dataset_dir=str(tmp_path / "streams"))
+    assert work_on_claims(data, str(tmp_path / "out"), book, lambda stream: ran.append(stream) or 0) == 0
+    assert ran == ([0] if runs else [])
