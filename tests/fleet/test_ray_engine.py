@@ -106,7 +106,7 @@ def test_a_cut_link_is_noticed(cluster: RayNodes, tmp_path: Path) -> None:
     cluster.start(3)
     out, _ = run.communicate(timeout=280)
     assert run.returncode == 0, out
-    assert "was lost (" in out
+    assert "was lost (" in out or "is silent; another takes over" in out, out  # Ray, or spile on a busy machine
     proven(root)
 
 

@@ -14,6 +14,7 @@ from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import open_folder
+from spile.store.claims import ClaimReader
 from spile.store.verification import verify
 
 pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm() or "-")
@@ -56,26 +57,26 @@ class Job:
     """A job of the printed script, with the stand-in as ``spile``."""
 
     def __init__(
-        self, slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str], *words: str, streams: int = 1
+        self, slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str], *words: str, workers: int = 1
     ) -> None:
         self.slurm, self.folder = slurm, folder
         (folder / "bin").mkdir()
         (folder / "bin" / "spile").write_text(WORKER.format(folder=folder))
         (folder / "bin" / "spile").chmod(0o755)
         place = ["--dataset-dir", f"{folder}/streams", "--output", f"{folder}/out", "--log-dir", str(folder)]
-        flags = [*place, "--num-streams", str(streams), "--setup", f"export PATH={folder}/bin:$PATH", *words]
+        flags = [*place, "--num-workers", str(workers), "--setup", f"export PATH={folder}/bin:$PATH", *words]
         self.number = slurm.submit(printed(folder, capsys, *flags))
 
-    def log(self, stream: int = 0, host: int = 0) -> list[str]:
-        path = self.folder / f"{stream}.{host}"
+    def log(self, worker: int = 0, host: int = 0) -> list[str]:
+        path = self.folder / f"{worker}.{host}"
         return path.read_text().splitlines() if path.exists() else []
 
-    def output(self, stream: int = 0) -> str:
-        path = self.folder / f"spile-{stream}.log"
+    def output(self, worker: int = 0) -> str:
+        path = self.folder / f"spile-{worker}.log"
         return path.read_text() if path.exists() else ""
 
-    def state(self, stream: int = 0) -> str:
-        return self.slurm.state(f"{self.number}_{stream}")
+    def state(self, worker: int = 0) -> str:
+        return self.slurm.state(f"{self.number}_{worker}")
 
     def runs(self, hosts: int = 1, times: int = 1) -> bool:
         return wait_until(lambda: all(self.log(0, host).count(f"start {host}") == times for host in range(hosts)), 60)
@@ -83,8 +84,8 @@ class Job:
     def end(self, code: int) -> None:
         (self.folder / "go").write_text(str(code))
 
-    def ends(self, state: str, stream: int = 0) -> bool:
-        return wait_until(lambda: self.state(stream) == state, 90)
+    def ends(self, state: str, worker: int = 0) -> bool:
+        return wait_until(lambda: self.state(worker) == state, 90)
 
 
 def printed(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> Path:
@@ -96,13 +97,15 @@ def printed(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> Pa
     return folder / "job.sh"
 
 
-def test_an_array_runs_every_stream(slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job(slurm, tmp_path, capsys, "--num-workers", "2", "--cpus", "2", streams=4)
-    assert wait_until(lambda: len(job.log(0)) == len(job.log(1)) == 1, 60)
-    assert len([state for state in slurm.jobs().values() if state == "RUNNING"]) == 2
+def test_an_array_has_a_task_for_each_worker(
+    slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(slurm, tmp_path, capsys, "--cpus", "2", workers=4)
+    assert wait_until(lambda: sum(len(job.log(worker)) for worker in range(4)) == 3, 60), "there are three nodes"
+    assert len([state for state in slurm.jobs().values() if state == "RUNNING"]) == 3
     job.end(0)
-    assert all(job.ends("COMPLETED", stream) for stream in range(4)), job.output()
-    assert [len(job.log(stream)) for stream in range(4)] == [1, 1, 1, 1]
+    assert all(job.ends("COMPLETED", worker) for worker in range(4)), job.output()
+    assert [len(job.log(worker)) for worker in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -143,15 +146,15 @@ def test_every_task_of_a_preempted_array_is_requeued_once(
     slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last task has the array's own number: questions and orders about it meant all tasks, and it failed."""
-    job = Job(slurm, tmp_path, capsys, "--partition", "graced", streams=3)
-    assert wait_until(lambda: [len(job.log(stream)) for stream in range(3)] == [1, 1, 1], 60), job.output()
+    job = Job(slurm, tmp_path, capsys, "--partition", "graced", workers=3)
+    assert wait_until(lambda: [len(job.log(worker)) for worker in range(3)] == [1, 1, 1], 60), job.output()
     (tmp_path / "other.sh").write_text("#!/bin/bash\nsleep 1\n")
     slurm.submit(tmp_path / "other.sh", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
     again = ["start 0", "committed", "start 0"]
-    assert wait_until(lambda: all(job.log(stream) == again for stream in range(3)), 60), job.output(2)
-    assert [slurm.show(f"{job.number}_{stream}")["Restarts"] for stream in range(3)] == ["1", "1", "1"]
+    assert wait_until(lambda: all(job.log(worker) == again for worker in range(3)), 60), job.output(2)
+    assert [slurm.show(f"{job.number}_{worker}")["Restarts"] for worker in range(3)] == ["1", "1", "1"]
     job.end(0)
-    assert all(job.ends("COMPLETED", stream) for stream in range(3))
+    assert all(job.ends("COMPLETED", worker) for worker in range(3))
 
 
 @pytest.mark.slow
@@ -183,7 +186,32 @@ def test_a_mistake_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path, capsy
     job = Job(slurm, tmp_path, capsys)
     assert job.ends("FAILED"), job.output()
     assert job.log(0) == ["start 0"]
-    assert "spile: stream 0 was refused; it is not tried again" in job.output()
+    assert "spile: worker 0 was refused; it is not tried again" in job.output()
+
+
+class RealRun:
+    """A run of the embedded model with real workers."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], streams: int, *words: str) -> None:
+        self.folder = folder
+        make_streams("embedded", folder / "streams", streams)
+        (folder / "bin").mkdir()
+        (folder / "bin" / "spile").write_text(f'#!/bin/bash\nexec {sys.executable} -m spile.cli.main "$@"\n')
+        (folder / "bin" / "spile").chmod(0o755)
+        path = f"export PATH={folder}/bin:$PATH PYTHONPATH={os.environ.get('PYTHONPATH', '')} JAX_PLATFORMS=cpu"
+        place = ["--dataset-dir", f"{folder}/streams", "--output", f"{folder}/out", "--log-dir", str(folder)]
+        size = ["--shard-size-gb", "1e-6", "--predictions-per-task", "4"]
+        self.script = printed(folder, capsys, *place, *size, *words, "--setup", path, "--grace", "60")
+
+    def commits(self) -> int:
+        return len(list((self.folder / "out").glob("*/commits/*.json")))
+
+    def output(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("spile-*.log")))
+
+    def is_proven(self) -> None:
+        report = verify(open_folder(f"{self.folder}/out"))
+        assert report.ok, [problem.line() for problem in report.all_problems]
 
 
 @pytest.mark.slow
@@ -192,30 +220,37 @@ def test_a_real_run_that_is_preempted_is_proven(
     hosts: int, slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The embedded model on three nodes; a job of another partition takes them while shards are committed."""
-    streams = 3 // hosts
-    make_streams("embedded", tmp_path / "streams", streams)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "spile").write_text(f'#!/bin/bash\nexec {sys.executable} -m spile.cli.main "$@"\n')
-    (tmp_path / "bin" / "spile").chmod(0o755)
-    path = f"export PATH={tmp_path}/bin:$PATH PYTHONPATH={os.environ.get('PYTHONPATH', '')} JAX_PLATFORMS=cpu"
-    place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--log-dir", str(tmp_path)]
-    size = ["--shard-size-gb", "1e-6", "--predictions-per-task", "4"]
-    flags = [*place, *size, "--hosts-per-worker", str(hosts), "--partition", "graced", "--setup", path]
-    number = slurm.submit(printed(tmp_path, capsys, *flags, "--grace", "60"))
-
-    def commits() -> int:
-        return len(list((tmp_path / "out").glob("*/commits/*.json")))
-
-    def output() -> str:
-        return "".join(path.read_text() for path in sorted(tmp_path.glob("spile-*.log")))
-
-    assert wait_until(lambda: commits() >= 2, 200), output()
+    workers = 3 // hosts
+    host_flags = ["--hosts-per-worker", str(hosts), "--partition", "graced"]
+    run = RealRun(tmp_path, capsys, workers + 1, *host_flags, "--num-workers", str(workers))
+    number = slurm.submit(run.script)
+    assert wait_until(lambda: run.commits() >= 2, 200), run.output()
     (tmp_path / "other.sh").write_text("#!/bin/bash\nsleep 1\n")
     slurm.submit(tmp_path / "other.sh", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
-    assert wait_until(lambda: slurm.jobs() == {}, 280), output()
-    states = {slurm.state(f"{number}_{stream}") for stream in range(streams)}
-    assert states == {"COMPLETED"}, output()
-    assert "SIGTERM: finishing the batches in flight" in output()
-    assert "ended with exit code" not in output(), "each worker ended by itself, after a commit"
-    report = verify(open_folder(f"{tmp_path}/out"))
-    assert report.ok, [problem.line() for problem in report.all_problems]
+    assert wait_until(lambda: slurm.jobs() == {}, 280), run.output()
+    states = {slurm.state(f"{number}_{worker}") for worker in range(workers)}
+    assert states == {"COMPLETED"}, run.output()
+    assert "SIGTERM: finishing the batches in flight" in run.output()
+    assert "ended with exit code" not in run.output(), "each worker ended by itself, after a commit"
+    run.is_proven()
+
+
+@pytest.mark.slow
+def test_workers_are_added_and_cancelled_in_the_middle_of_a_run(
+    slurm: SlurmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One worker, then two more from the same script, then without the first: they share the streams by claims."""
+    run = RealRun(tmp_path, capsys, 8, "--num-workers", "1")
+    first = slurm.submit(run.script)
+    assert wait_until(lambda: run.commits() >= 1, 200), run.output()
+    slurm.submit(run.script, "--array=0-1", f"--output={tmp_path}/spile-more-%a.log")
+    assert wait_until(lambda: len(owners(tmp_path)) >= 2, 200), run.output()
+    slurm.run("scancel", first)
+    assert wait_until(lambda: slurm.jobs() == {}, 280), run.output()
+    assert slurm.state(f"{first}_0") == "CANCELLED"
+    run.is_proven()
+    assert len(owners(tmp_path)) >= 2
+
+
+def owners(folder: Path) -> set[str]:
+    return {each.worker for each in ClaimReader(open_folder(f"{folder}/out")).owners().values()}

@@ -28,11 +28,9 @@ class ClusterFlags:
     """The flags that all clusters share."""
 
     name: Annotated[str, flag(_JOB, "The job's name.")] = "spile"
-    num_streams: Annotated[
-        int | None, flag(_JOB, "The number of streams. [default: as many as --dataset-dir holds]")
-    ] = None
     num_workers: Annotated[
-        int | None, flag(_JOB, "The number of streams that are processed at once. [default: all]")
+        int | None,
+        flag(_JOB, "The number of workers, which claim one stream after another. [default: one for each stream]"),
     ] = None
     cpus: Annotated[int | None, flag(_JOB, "Processors of each host.")] = None
     memory_gb: Annotated[int | None, flag(_JOB, "Memory of each host, in GB.")] = None
@@ -62,10 +60,9 @@ class ClusterFlags:
         text = json.dumps(spec.to_dict())
         return ClusterJob(
             name=self.name,
-            words=("spile", "worker", "--spec", text),
-            streams=self._streams(flags.dataset_dir),
+            words=("spile", "worker", "--spec", text, "--claim"),
+            workers=_count_streams(flags.dataset_dir) if self.num_workers is None else self.num_workers,
             root=spec.output,
-            workers=self.num_workers,
             hosts=hosts,
             env=variables(self.env),
             grace=self.grace,
@@ -74,12 +71,11 @@ class ClusterFlags:
             memory_gb=self.memory_gb,
         )
 
-    def _streams(self, dataset_dir: str) -> tuple[int, ...]:
-        if self.num_streams is not None:
-            return tuple(range(self.num_streams))
-        from spile.launch.supervisor import stream_tasks
 
-        return tuple(sorted(task.stream for task in stream_tasks(dataset_dir, lambda _: ())))
+def _count_streams(dataset_dir: str) -> int:
+    from spile.launch.supervisor import stream_tasks
+
+    return len(stream_tasks(dataset_dir, lambda _: ()))
 
 
 @Parameter(name="*")
@@ -163,8 +159,9 @@ def k8s_job(
 ) -> int:
     """Print Kubernetes manifests for a run: spile k8s job … | kubectl apply -f -
 
-    Takes every flag of spile extract. Each stream is processed by one pod of an Indexed Job. Each slice of several
-    hosts is a separate Job or JobSet. Nothing is sent to the cluster; kubectl apply --dry-run=server checks the output.
+    Takes every flag of spile extract. Each worker is one pod of an Indexed Job, or a slice of several hosts with a Job
+    or JobSet of its own. Workers claim one stream after another, so their number may change during the run. Nothing is
+    sent to the cluster; kubectl apply --dry-run=server checks the output.
     """
     from spile.launch.kubernetes import to_yaml
 
@@ -201,8 +198,9 @@ def slurm_job(
 ) -> int:
     """Print a Slurm array job for a run: spile slurm job … > job.sh; mkdir slurm-logs; sbatch job.sh
 
-    Takes every flag of spile extract. One task of the array is one stream. A task that is preempted or runs out of time
-    commits what it has and is requeued.
+    Takes every flag of spile extract. One task of the array is one worker. Workers claim one stream after another, so
+    their number may change during the run. A task that is preempted or runs out of time commits what it has and is
+    requeued.
     """
     from spile.launch.slurm import SlurmJob, to_script
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from cyclopts import Parameter
 
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
-from spile.errors import SpecError
+from spile.errors import Interrupted, SpecError
 from spile.objects import is_remote
 from spile.spec.phase import Phase
 from spile.spec.run import RunSpec
@@ -111,12 +112,15 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     from spile.objects import open_folder
     from spile.store.claims import ClaimBook
     from spile.worker.claiming import default_worker_name, work_on_claims
+    from spile.worker.signals import handled, leaving
 
     if not 1 <= seconds <= 86400:
         raise SpecError("--claim-seconds", expected="from 1 to 86400", found=f"{seconds:g}")
     book = ClaimBook(open_folder(spec.output), name or default_worker_name(), expiry=seconds)
     identity = pod.identity()
-    with pod.joined(log, identity) as hosts:
+    # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
+    between = handled(leaving(Interrupted.exit_code), signal.SIGTERM)
+    with pod.joined(log, identity) as hosts, between:
         return work_on_claims(
             spec.data,
             spec.output,

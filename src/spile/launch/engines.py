@@ -69,16 +69,15 @@ def refuse_control_characters(flag: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run for a cluster that schedules by itself: one worker per stream, of one or several hosts."""
+    """A run for a cluster that schedules by itself: workers of one or several hosts that claim streams."""
 
     name: str
     words: tuple[str, ...]
-    """The worker's command, without the flags that name its stream and its host."""
-    streams: tuple[int, ...]
+    """The worker's command, without the flags that name the worker and its host."""
+    workers: int
+    """The number of workers at once."""
     root: str
     """The output folder or bucket."""
-    workers: int | None = None
-    """The number of streams that are processed at once; None for all."""
     hosts: int = 1
     """The number of hosts that act as one worker."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -93,8 +92,6 @@ class ClusterJob:
         if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
             expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
             raise SpecError("--name", expected=expected, found=repr(self.name))
-        if not self.streams:
-            raise SpecError("no streams", expected="--num-streams N, or a --dataset-dir that holds some")
         for flag, value, least in (
             ("--num-workers", self.workers, 1),
             ("--hosts-per-worker", self.hosts, 1),
@@ -113,7 +110,3 @@ class ClusterJob:
         refuse_control_characters("--output", self.root)
         for name, text in self.env.items():
             refuse_control_characters(f"--env {name}", text)
-
-    @property
-    def at_once(self) -> int:
-        return min(self.workers or len(self.streams), len(self.streams))

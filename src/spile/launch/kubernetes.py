@@ -1,5 +1,8 @@
 """The run as Kubernetes manifests: one Indexed Job, or one Job or JobSet for each slice of several hosts.
 
+A worker claims one stream after another. Its name contains the uid of its Job, so that jobs of the same name in two
+clusters can share a run; it is the same for each pod that replaces another, which so takes its own stream back at once.
+
 Pods fit the Pod Security standard "restricted", except on TPUs, whose driver needs root and locked memory. Why
 a pod ends, and what its Job does then:
 
@@ -28,13 +31,15 @@ from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
 """The variable that Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
+_JOB_UID = {"JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']"}
 _SUPERVISION = {
-    "JOB_UID": "metadata.labels['batch.kubernetes.io/controller-uid']",
+    "JOB_INDEX": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
     "JOB_FAILURES": "metadata.annotations['batch.kubernetes.io/job-index-failure-count']",
     "JOB_DISRUPTIONS": "metadata.annotations['batch.kubernetes.io/job-index-ignored-failure-count']",
 }
 """What the Job controller writes on a pod about the earlier pods of its index. A worker that ended with an error of its
-own says so in its stream's folder, so a failure that it says nothing about was a kill."""
+own says so in its stream's folder, so a failure that it says nothing about was a kill. JOB_INDEX repeats INDEX, which
+Kubernetes adds after these variables, so that they cannot refer to it."""
 CONTAINER = "spile"
 LOST_HOST = 4
 """The exit code of a worker that ends because another host of its slice is gone, set by LOST_HOST_EXIT_CODE."""
@@ -54,18 +59,6 @@ _LOCKED_MEMORY = "68719476736"
 """KiB of locked memory that libtpu wants, by GKE's documentation of TPU pods without privileges."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _TOLERATION = re.compile(r"([\w./-]+)(?:=([\w.-]+))?:(NoSchedule|NoExecute|PreferNoSchedule)", re.ASCII)
-
-_LOOP = """\
-stopping=
-trap 'stopping=1; kill -TERM $! 2> /dev/null' TERM
-for stream in {streams}; do
-  [ -z "$stopping" ] || exit 130
-  "$@" --stream "$stream" &
-  while kill -0 $! 2> /dev/null; do wait $!; done
-  wait $! || exit $?
-done
-"""
-"""The streams of one slice, one after the other. SIGTERM goes to the worker, because bash is the first process."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +161,10 @@ def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
     run = job.job
     if run.hosts == 1:
         return [_indexed_job(job)]
-    slices = [run.streams[number :: run.at_once] for number in range(run.at_once)]
+    names = [f"{run.name}-{number}" for number in range(run.workers)]
     if job.jobset:
-        return [_jobset(job, streams) for streams in slices]
-    return [_service(job), *(_slice_job(job, streams) for streams in slices)]
+        return [_jobset(job, name) for name in names]
+    return [_service(job), *(_slice_job(job, name) for name in names)]
 
 
 def to_yaml(job: KubernetesJob) -> str:
@@ -179,7 +172,7 @@ def to_yaml(job: KubernetesJob) -> str:
     run = job.job
     watch = f"spile monitor {run.root}"
     head = [
-        f"# {len(run.streams)} streams, {run.at_once} at once{_machine_text(job)}. "
+        f"# {run.workers} {'worker' if run.workers == 1 else 'workers'}{_machine_text(job)}. "
         f"kubectl apply -f THIS; watch with: {watch}",
         "# Apply it again, under any name, to continue: what is committed is not done again.",
     ]
@@ -242,19 +235,15 @@ def _codes(*codes: int) -> dict[str, Any]:
 
 def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
     run = job.job
-    if run.streams != tuple(range(len(run.streams))):
-        raise SpecError(
-            "streams of a Kubernetes job", expected="0, 1, 2, … without a gap", found=f"{len(run.streams)} others"
-        )
-    words = [*map(_literal, run.words), "--stream", f"$({INDEX})", "--num-processes", "1"]
+    words = [*_worker(job, f"{run.name}-$({INDEX})"), "--num-processes", "1"]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": _metadata(job, run.name),
         "spec": {
             "completionMode": "Indexed",
-            "completions": len(run.streams),
-            "parallelism": run.at_once,
+            "completions": run.workers,
+            "parallelism": run.workers,
             "backoffLimitPerIndex": run.retries,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": _failure_policy("FailIndex"),
@@ -264,16 +253,16 @@ def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
     }
 
 
-def _slice_spec(job: KubernetesJob, streams: tuple[int, ...], coordinator: str) -> dict[str, Any]:
-    """Return a Job in which all hosts of a slice work on its streams, one stream after the other."""
+def _worker(job: KubernetesJob, name: str) -> list[str]:
+    """Return the command of the worker of this name."""
+    return [*map(_literal, job.job.words), "--worker-name", f"{name}-$(JOB_UID)"]
+
+
+def _slice_spec(job: KubernetesJob, name: str, coordinator: str) -> dict[str, Any]:
+    """Return a Job in which all hosts of a slice act as the worker of this name."""
     run = job.job
     place = ["--num-processes", str(run.hosts), "--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
-    words = [*map(_literal, run.words)]
-    if len(streams) == 1:
-        words += ["--stream", str(streams[0]), *place]
-    else:
-        loop = _LOOP.format(streams=" ".join(map(str, streams)))
-        words = ["/bin/bash", "-c", _literal(loop), "spile", *words, *place]
+    words = [*_worker(job, name), *place]
     return {
         "completionMode": "Indexed",
         "completions": run.hosts,
@@ -285,9 +274,8 @@ def _slice_spec(job: KubernetesJob, streams: tuple[int, ...], coordinator: str) 
     }
 
 
-def _slice_job(job: KubernetesJob, streams: tuple[int, ...]) -> dict[str, Any]:
-    name = f"{job.job.name}-{streams[0]}"
-    spec = _slice_spec(job, streams, f"{name}-0.{job.job.name}")
+def _slice_job(job: KubernetesJob, name: str) -> dict[str, Any]:
+    spec = _slice_spec(job, name, f"{name}-0.{job.job.name}")
     spec["ttlSecondsAfterFinished"] = job.keep_hours * 3600
     spec["template"]["spec"]["subdomain"] = job.job.name
     if job.machine is not None:
@@ -309,10 +297,9 @@ def _one_node_pool(name: str) -> dict[str, Any]:
     return {"podAffinity": {required: term("In")}, "podAntiAffinity": {required: term("NotIn")}}
 
 
-def _jobset(job: KubernetesJob, streams: tuple[int, ...]) -> dict[str, Any]:
+def _jobset(job: KubernetesJob, name: str) -> dict[str, Any]:
     """Return a JobSet, whose controller creates the Service and restarts all hosts of a slice when one fails."""
-    name = f"{job.job.name}-{streams[0]}"
-    spec = {**_slice_spec(job, streams, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
+    spec = {**_slice_spec(job, name, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
     together = {} if job.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
     # A Job fails with the reason PodFailurePolicy only for a mistake; every other failure restarts the slice.
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -436,10 +423,11 @@ def _variables(job: KubernetesJob) -> Iterator[dict[str, Any]]:
         own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
     for name, value in {**own, **job.job.env}.items():
         yield {"name": name, "value": _literal(value)}
-    if job.job.hosts == 1:  # Only a Job with a backoff limit for each index counts the failures of an index.
-        for name, path in _SUPERVISION.items():
-            yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        yield {"name": VARIABLE, "value": ":".join([*(f"$({name})" for name in _SUPERVISION), UNKNOWN])}
+    alone = job.job.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.
+    for name, path in {**_JOB_UID, **(_SUPERVISION if alone else {})}.items():
+        yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+    if alone:
+        yield {"name": VARIABLE, "value": f"$(JOB_UID)-$(JOB_INDEX):$(JOB_FAILURES):$(JOB_DISRUPTIONS):{UNKNOWN}"}
     for each in job.secrets:
         yield {"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}}
 

@@ -68,7 +68,7 @@ def to_script(slurm: SlurmJob) -> str:
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in _options(slurm)),
             "",
-            f"# {len(job.streams)} streams. Watch them with: spile monitor {shlex.quote(job.root)}",
+            f"# {job.workers} workers, which claim streams. Watch them with: spile monitor {shlex.quote(job.root)}",
             "set -u",
             *(f"export {name}={shlex.quote(value)}" for name, value in job.env.items()),
             *([slurm.setup] if slurm.setup else []),
@@ -92,7 +92,7 @@ def to_script(slurm: SlurmJob) -> str:
             "  code=$?",
             "  case $code in",
             "    0) exit 0 ;;",
-            '    2) echo "spile: stream $SLURM_ARRAY_TASK_ID was refused; it is not tried again" >&2; exit 2 ;;',
+            '    2) echo "spile: worker $SLURM_ARRAY_TASK_ID was refused; it is not tried again" >&2; exit 2 ;;',
             "  esac",
             '  if [ "$(squeue --noheader --jobs="$task" --format=%T)" != RUNNING ]; then',
             "    exit $code  # cancelled, or Slurm requeues the job itself",
@@ -118,7 +118,7 @@ def _options(slurm: SlurmJob) -> list[str]:
     job = slurm.job
     found = [
         f"--job-name={job.name}",
-        f"--array={_ranges(job.streams)}%{job.at_once}",
+        f"--array=0-{job.workers - 1}",
         f"--nodes={job.hosts}",
         "--ntasks-per-node=1",
         "--requeue",
@@ -144,20 +144,11 @@ def _worker(slurm: SlurmJob) -> str:
     place = "--num-processes 1"
     if job.hosts > 1:
         place = f'--num-processes {job.hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
-    command = f'exec {shlex.join(job.words)} --stream "$SLURM_ARRAY_TASK_ID" {place}'
+    # The name stays the same when the task is requeued, so that the worker takes its own stream back at once.
+    name = '--worker-name "$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    command = f"exec {shlex.join(job.words)} {name} {place}"
     # One host's end must not kill the others before they have committed: they notice it and end by themselves.
     step = ["srun", f"--nodes={job.hosts}", f"--ntasks={job.hosts}", "--kill-on-bad-exit=0", f"--wait={job.grace}"]
     if job.cpus is not None:  # Since 22.05 a step does not inherit it.
         step.append(f"--cpus-per-task={job.cpus}")
     return f"{shlex.join(step)} bash -c {shlex.quote(command)}"
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """Return numbers as sbatch writes them: ``0-31``, ``0,3-5``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

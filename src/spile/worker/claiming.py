@@ -34,16 +34,14 @@ def work_on_claims(
     *,
     hosts: WorkerGroup | None = None,
     log: Callable[[str], None] = lambda _line: None,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Claim the unfinished stream with the most work left, run it, and repeat until nothing is left to claim.
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
     It waits only until it has seen whether the other workers renew their claims.
 
-    A single process sets a stream that fails aside and takes the next one, so that one damaged stream does not end
-    every worker of the run. It raises the error when no other stream is left, or at once if a second stream fails
-    before any is complete: then the cause is not the stream.
+    A single process sets a stream that fails aside, so that one damaged stream does not end every worker of the run. It
+    raises the error when no other stream is left, or if a second one fails before any is complete: a common cause.
 
     Args:
         data: The data of the run spec; it must name a folder of streams.
@@ -52,20 +50,18 @@ def work_on_claims(
         run: Runs one stream and returns its exit code.
         hosts: The pod that this process belongs to. Its first process claims streams for all processes.
         log: Called with each log line.
-        sleep: Waits between two looks at the claims.
 
     Returns:
         0 if no stream was left to claim, else the exit code of the stream that was interrupted.
-
     """
     hosts = hosts or SingleProcess()
-    streams = _find_streams(data)
+    streams = _planned_streams(data)
     snapshots = SnapshotReader(open_folder(output))
     finished: set[int] = set()
     failed: dict[int, SpileError] = {}
     while True:
         left = [each for each in streams if each.number not in finished and each.number not in failed]
-        claim = _claim(book, snapshots, left, sleep) if hosts.first else None
+        claim = _claim(book, snapshots, left) if hosts.first else None
         stream = int(hosts.agree("claim", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
             if failed:
@@ -92,9 +88,7 @@ def work_on_claims(
             return code
 
 
-def _claim(
-    book: ClaimBook, snapshots: SnapshotReader, streams: Sequence[_Stream], sleep: Callable[[float], None]
-) -> Claim | None:
+def _claim(book: ClaimBook, snapshots: SnapshotReader, streams: Sequence[_PlannedStream]) -> Claim | None:
     """Return a claim, or None if live workers hold all unfinished streams or none is left."""
     while True:
         views = {view.number: view for view in snapshots.take().streams}
@@ -107,11 +101,11 @@ def _claim(
         claim = book.take(order) if order else None
         if claim is not None or book.all_busy(order):
             return claim
-        sleep(book.expiry / 4)
+        time.sleep(book.expiry / 4)
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _PlannedStream:
     """One stream of the split."""
 
     number: int
@@ -128,24 +122,24 @@ class _Stream:
         return self.wanted is None or view.expected is None or view.expected >= self.wanted
 
 
-def _find_streams(data: DataSpec) -> list[_Stream]:
+def _planned_streams(data: DataSpec) -> list[_PlannedStream]:
     if data.dataset_dir is None:
         raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)
     if manifest is not None:
-        found = [_planned(data, number, entry.samples) for number, entry in enumerate(manifest.streams)]
+        found = [_plan(data, number, entry.samples) for number, entry in enumerate(manifest.streams)]
     else:
         files = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
-        found = [_Stream(int(match[1]), size, None) for match, size in files if match is not None]
+        found = [_PlannedStream(int(match[1]), size, None) for match, size in files if match is not None]
     if not found:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
     return found
 
 
-def _planned(data: DataSpec, number: int, rows: int) -> _Stream:
+def _plan(data: DataSpec, number: int, rows: int) -> _PlannedStream:
     """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
     samples = rows * data.prompt.predictions_per_task
     size = samples if data.max_samples is None else min(samples, data.max_samples)
     exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
-    return _Stream(number, size, size if exact else None)
+    return _PlannedStream(number, size, size if exact else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from fleet.ssh.loopback import wait_until
 from spile.errors import RunMismatch
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
+from spile.store.claims import ClaimBook
 from spile.store.stream import join_run, read_spec, refuse_other_spec, write_spec
 from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import lines, spile
@@ -136,3 +139,27 @@ def test_an_engine_refuses_another_run_before_it_starts_workers(
     assert spile(*words, "--engine", "local", "--num-workers", 1, "--store-dtype", "int8") == 2
     assert "expected store_dtype = bfloat16, found store_dtype = int8" in capsys.readouterr().err
     assert (tmp_path / "out" / "spec.json").read_bytes() == before
+
+
+def test_a_worker_that_waits_for_a_stream_ends_at_once(tmp_path: Path, streams: Path) -> None:
+    """The first process of a container ignores SIGTERM unless it handles it; nothing is to be committed yet."""
+    output = open_folder(str(tmp_path / "out"))
+    url = write_spec(output, small(streams, tmp_path / "out"))
+    book = ClaimBook(output, "another worker")
+    assert book.take([0]) is not None
+    assert book.take([1]) is not None
+    command = [sys.executable, "-m", "spile.cli.main", "worker", "--spec", url, "--claim"]
+    waiting = subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert wait_until(lambda: handles_sigterm(waiting.pid))
+        waiting.terminate()
+        assert waiting.wait(60) == 130
+    finally:
+        waiting.kill()
+        waiting.communicate()
+
+
+def handles_sigterm(pid: int) -> bool:
+    text = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in text.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+    return bool(caught & 1 << (signal.SIGTERM - 1))

@@ -25,27 +25,29 @@ from spile.launch.engines import ClusterJob
 from spile.launch.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
 from spile.objects import open_folder
 from spile.planning.machines import parse_machine
+from spile.store.claims import ClaimReader
+from spile.store.quarantine import Supervision
 from spile.store.verification import verify
 
 VERSIONS = ("1.31", "1.34", "1.37")
-WORDS = ("spile", "extract", "--model", "embedded", "--dataset-dir", "gs://b/streams", "--output", "gs://b/out")
+WORDS = ("spile", "worker", "--spec", "gs://b/out/spec.json", "--claim")
 DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
-def job(streams: int = 3, hosts: int = 1, **more: Any) -> ClusterJob:
-    return ClusterJob("run", WORDS, tuple(range(streams)), "gs://b/out", hosts=hosts, **more)
+def job(workers: int = 3, hosts: int = 1, **more: Any) -> ClusterJob:
+    return ClusterJob("run", WORDS, workers, "gs://b/out", hosts=hosts, **more)
 
 
 CASES = {
     "plain": KubernetesJob(job(), "spile:1"),
-    "tpu": KubernetesJob(job(workers=2), "spile:1", machine=parse_machine("v5e-8"), spot=True, queue="q"),
+    "tpu": KubernetesJob(job(2), "spile:1", machine=parse_machine("v5e-8"), spot=True, queue="q"),
     "gpu": KubernetesJob(job(cpus=8, memory_gb=64), "spile:1", gpus=1, gpu_type="nvidia-l4", spot=True),
     "any-gpu": KubernetesJob(job(), "spile:1", gpus=8, node_selector={"gpu": "a100"}, volumes={"/data": "claim"}),
     "secret": KubernetesJob(job(env={"A": "b"}), "spile:1", "ns", "me", secrets=(SecretKey("HF_TOKEN", "hf", "t"),)),
     "slice": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64")),
     "jobset": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64"), jobset=True),
     "gpu-hosts": KubernetesJob(job(2, 4), "spile:1", gpus=8),
-    "loop": KubernetesJob(job(5, 2, workers=2), "spile:1", gpus=8, cache_claim="models", pull_secrets=("hub",)),
+    "cache": KubernetesJob(job(1, 2), "spile:1", gpus=8, cache_claim="models", pull_secrets=("hub",)),
     "old-gke": KubernetesJob(job(), "spile:1", machine=parse_machine("v5e-8"), privileged=True),
     "tolerant": KubernetesJob(job(), "spile:1", tolerations=("team=ml:NoSchedule", "slow:NoExecute"), disk_gb=7),
 }
@@ -116,13 +118,13 @@ def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
         if each["kind"] == "Job":  # its pods' host names
             assert DNS.fullmatch(f"{each['metadata']['name']}-{each['spec']['completions'] - 1}")
         assert all(len(value) <= 63 for value in each["metadata"]["labels"].values())
-    if described.job.hosts == 1 or described.job.workers is not None:
+    if described.job.hosts == 1:
         return
-    for stream, each in enumerate(one for one in whole if one["kind"] != "Service"):
+    for number, each in enumerate(one for one in whole if one["kind"] != "Service"):
         inner = each["spec"]["replicatedJobs"][0]["template"] if each["kind"] == "JobSet" else each
         pod = inner["spec"]["template"]["spec"]
         words = pod["containers"][0]["command"]
-        assert words[words.index("--stream") + 1] == str(stream)
+        assert words[words.index("--worker-name") + 1] == f"run-{number}-$(JOB_UID)"
         assert words[words.index("--process-id") + 1] == f"$({INDEX})"
         name = each["metadata"]["name"]
         if each["kind"] == "JobSet":
@@ -144,9 +146,9 @@ def test_the_same_flags_give_the_same_bytes(case: str) -> None:
     assert max(map(len, text.splitlines())) < 160
 
 
-@given(st.integers(1, 500), st.integers(1, 600), st.sampled_from([1, 2, 16]), st.booleans())
-def test_any_size_obeys(streams: int, workers: int, hosts: int, jobset: bool) -> None:
-    described = KubernetesJob(job(min(streams, 20), hosts, workers=workers), "i", gpus=1, jobset=jobset and hosts > 1)
+@given(st.integers(1, 20), st.sampled_from([1, 2, 16]), st.booleans())
+def test_any_size_obeys(workers: int, hosts: int, jobset: bool) -> None:
+    described = KubernetesJob(job(workers, hosts), "i", gpus=1, jobset=jobset and hosts > 1)
     for each in jobs(described):
         obey(each)
 
@@ -164,14 +166,14 @@ def test_the_containers_command_works_with_the_variables_that_kubernetes_sets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the kubelet does: $(NAME) is replaced, the variable is set; here in place of the image's root."""
-    make_streams("embedded", tmp_path / "streams", 8)
+    make_streams("embedded", tmp_path / "streams", 2)
     place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--volume", f"{tmp_path}=claim"]
     small = ["--layers", "0", "--max-seq-length", "64"]
-    (found,) = yaml.safe_load_all(printed(capsys, *place, *small, "--num-streams", "1"))
+    (found,) = yaml.safe_load_all(printed(capsys, *place, *small, "--num-workers", "1"))
     assert found["spec"]["completions"] == 1
     (container,) = found["spec"]["template"]["spec"]["containers"]
     assert container["command"][0] == "spile"
-    words = [word.replace(f"$({INDEX})", "0") for word in container["command"][1:]]
+    words = [expanded(word, {INDEX: "0", "JOB_UID": "u"}) for word in container["command"][1:]]
     ran = subprocess.run(
         [sys.executable, "-m", "spile.cli.main", *words],
         env={**os.environ, INDEX: "0"},
@@ -180,13 +182,14 @@ def test_the_containers_command_works_with_the_variables_that_kubernetes_sets(
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    report = verify(open_folder(f"{tmp_path}/out"), streams=[0])
+    report = verify(open_folder(f"{tmp_path}/out"))
     assert report.ok, [problem.line() for problem in report.all_problems]
+    assert {each.worker for each in ClaimReader(open_folder(f"{tmp_path}/out")).owners().values()} == {"spile-0-u"}
 
 
-FINE = ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-streams", "2")
+FINE = ("--output", "gs://b/o", "--dataset-dir", "gs://b/s", "--num-workers", "2")
 BAD = {
-    ("--output", "out", "--dataset-dir", "gs://b/s", "--num-streams", "2"): "--output out: expected a bucket, "
+    ("--output", "out", "--dataset-dir", "gs://b/s", "--num-workers", "2"): "--output out: expected a bucket, "
     "or a folder that all hosts share, found a folder of this machine",
     ("--output", "gs://b/o"): "no streams: expected --dataset-dir gs://… Make them: spile data streams",
     (*FINE, "--name", "A_b"): "--name: expected small letters, digits and dashes, 48 at most, found 'A_b'",
@@ -213,16 +216,17 @@ def test_bad_flags_are_one_line(words: tuple[str, ...], capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both pods of the first Job, here; only the cluster's DNS is replaced, by this machine's address."""
-    make_streams("embedded", tmp_path / "streams", 8)
+    make_streams("embedded", tmp_path / "streams", 2)
     place = ["--dataset-dir", f"{tmp_path}/streams", "--output", f"{tmp_path}/out", "--volume", f"{tmp_path}=claim"]
-    service, first = yaml.safe_load_all(printed(capsys, *place, "--num-streams", "1", "--hosts-per-worker", "2"))
+    service, first = yaml.safe_load_all(printed(capsys, *place, "--num-workers", "1", "--hosts-per-worker", "2"))
     (container,) = first["spec"]["template"]["spec"]["containers"]
     host = f"{first['metadata']['name']}-0.{service['metadata']['name']}"
     assert host in container["command"]
     address = {host: f"127.0.0.1:{free_port()}"}
     pods = []
     for index in range(first["spec"]["completions"]):
-        words = [address.get(word, word).replace(f"$({INDEX})", str(index)) for word in container["command"][1:]]
+        seen = {INDEX: str(index), "JOB_UID": "u"}
+        words = [expanded(address.get(word, word), seen) for word in container["command"][1:]]
         env = {**os.environ, INDEX: str(index), "JAX_PLATFORMS": "cpu"}
         pods.append(subprocess.Popen([sys.executable, "-m", "spile.cli.main", *words], env=env))
     assert [pod.wait(200) for pod in pods] == [0, 0]
@@ -235,7 +239,7 @@ def test_the_commands_of_a_slices_pods_make_one_worker(tmp_path: Path, capsys: p
 
 
 def test_a_folder_next_to_the_mounted_one_is_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["k8s", "job", "--image", "i", "--volume", "/data=claim", "--model", "embedded", "--num-streams", "2"]
+    words = ["k8s", "job", "--image", "i", "--volume", "/data=claim", "--model", "embedded", "--num-workers", "2"]
     with pytest.raises(SystemExit) as ended:
         main([*words, "--dataset-dir", "/data/streams", "--output", "/database/out"])
     assert ended.value.code == 2
@@ -311,13 +315,13 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 def test_no_text_of_the_user_is_expanded() -> None:
     hostile = "gs://b/$(HF_TOKEN)/$$(HF_TOKEN)/$x$"
     words = (*WORDS[:-1], hostile)
-    run = ClusterJob("run", words, (0, 1, 2), "gs://b/out", env={"A": hostile})
-    for described in (KubernetesJob(run, "i"), KubernetesJob(replace(run, hosts=2, workers=1), "i")):
+    run = ClusterJob("run", words, 1, "gs://b/out", env={"A": hostile})
+    for described in (KubernetesJob(run, "i"), KubernetesJob(replace(run, hosts=2), "i")):
         (each,) = jobs(described)
         (container,) = each["spec"]["template"]["spec"]["containers"]
         command = [expanded(word, {"HF_TOKEN": "secret", INDEX: "7"}) for word in container["command"]]
         assert hostile in command
-        assert "7" in command
+        assert {"7", "run-7-$(JOB_UID)"} & set(command), "the pod's own number is"
         assert not any("secret" in word for word in command)
         env = {each["name"]: expanded(each.get("value", ""), {"HF_TOKEN": "secret"}) for each in container["env"]}
         assert env["A"] == hostile
@@ -326,7 +330,7 @@ def test_no_text_of_the_user_is_expanded() -> None:
 @pytest.mark.parametrize("text", ["gs://b/out\nkind: Pod", "gs://b/\x1b[2J"])
 def test_control_characters_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="control character"):
-        ClusterJob("run", WORDS, (0,), text)
+        ClusterJob("run", WORDS, 1, text)
     with pytest.raises(SpecError, match=r"--image contains the control character"):
         KubernetesJob(job(), f"spile{text.replace(' ', '')}")
     with pytest.raises(SpecError, match=r"--node-selector contains the control character"):
@@ -370,35 +374,13 @@ def test_a_slice_stays_in_one_node_pool() -> None:
             } in (term["labelSelector"]["matchExpressions"])
 
 
-def test_fewer_slices_than_streams_take_turns(tmp_path: Path) -> None:
-    """The command of a pod, run by bash: its streams in order, its place each time, and a mistake ends it."""
-    found = [each for each in manifests(CASES["loop"]) if each["kind"] == "Job"]
-    assert [each["metadata"]["name"] for each in found] == ["run-0", "run-1"]
-    (tmp_path / "spile").write_text(
-        f'#!/bin/bash\necho "$@" >> {tmp_path}/log\n[ "${{@: -1}}" != "$FAIL" ] || exit 2\n'
-    )
-    (tmp_path / "spile").chmod(0o755)
-    (container,) = found[0]["spec"]["template"]["spec"]["containers"]
-    command = [expanded(word, {INDEX: "1"}) for word in container["command"]]
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FAIL": "none"}
-    assert subprocess.run(command, env=env, check=False).returncode == 0
-    place = "--num-processes 2 --process-id 1 --coordinator-address run-0-0.run"
-    ran = (tmp_path / "log").read_text().splitlines()
-    assert ran == [f"{' '.join(WORDS[1:])} {place} --stream {stream}" for stream in (0, 2, 4)]
-    (tmp_path / "log").unlink()
-    assert subprocess.run(command, env={**env, "FAIL": "2"}, check=False).returncode == 2
-    assert len((tmp_path / "log").read_text().splitlines()) == 2
-
-
-def test_sigterm_reaches_the_worker_in_a_loop(tmp_path: Path) -> None:
-    worker = "trap 'echo committed; exit 130' TERM; echo up; while :; do sleep 0.1; done"
-    (tmp_path / "spile").write_text(f"#!/bin/bash\n{worker}\n")
-    (tmp_path / "spile").chmod(0o755)
-    (container,) = next(pods("loop"))["containers"]
-    command = [expanded(word, {INDEX: "1"}) for word in container["command"]]
-    run = subprocess.Popen(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    assert run.stdout.readline() == "up\n"
-    run.terminate()
-    assert run.communicate(timeout=60)[0] == "committed\n"
-    assert run.returncode == 130
+def test_a_kill_is_blamed_on_the_pods_of_one_worker_only() -> None:
+    """Workers share the uid of their Job, and each stream may change hands: the index tells them apart."""
+    (container,) = next(pods("plain"))["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert list(env).index("JOB_INDEX") < list(env).index("SPILE_SUPERVISOR"), "a variable may refer to earlier ones"
+    pod = {"JOB_UID": "u", "JOB_INDEX": "3", "JOB_FAILURES": "2", "JOB_DISRUPTIONS": "1"}
+    told = Supervision.from_environment({"SPILE_SUPERVISOR": expanded(env["SPILE_SUPERVISOR"] or "", pod)})
+    assert told == Supervision("u-3", kills=2, others=1, how="?")
+    name = container["command"][container["command"].index("--worker-name") + 1]
+    assert expanded(name, {"JOB_COMPLETION_INDEX": "3", "JOB_UID": "u"}) == "run-3-u"

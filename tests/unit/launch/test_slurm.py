@@ -15,15 +15,15 @@ from spile.launch.engines import ClusterJob
 from spile.launch.slurm import SlurmJob, to_script
 
 
-def job(hosts: int = 1, streams: tuple[int, ...] = (0, 1, 2, 7), **more: object) -> SlurmJob:
-    words = ("spile", "extract", "--model", "a model", "--output", "gs://b/out")
-    return SlurmJob(ClusterJob("run", words, streams, "gs://b/out", hosts=hosts, workers=2), **more)  # type: ignore[arg-type]
+def job(hosts: int = 1, **more: object) -> SlurmJob:
+    words = ("spile", "worker", "--spec", "a spec", "--claim")
+    return SlurmJob(ClusterJob("run", words, 4, "gs://b/out", hosts=hosts), **more)  # type: ignore[arg-type]
 
 
 def test_the_header_says_how_many_and_which() -> None:
     lines = to_script(job(partition="tpu", time="1-00:00:00", gpus=2, options=("--constraint=a100",))).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert "--array=0-2,7%2" in options
+    assert "--array=0-3" in options
     assert {"--partition=tpu", "--time=1-00:00:00", "--gpus-per-node=2", "--constraint=a100"} <= set(options)
     assert {"--requeue", "--signal=B:USR1@120", "--nodes=1"} <= set(options)
     assert lines[0] == "#!/bin/bash"
@@ -34,7 +34,8 @@ def test_each_host_gets_its_place_in_the_slice() -> None:
     words = shlex.split(step.removesuffix(" &"))
     assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
     assert words[-1] == (
-        "exec spile extract --model 'a model' --output gs://b/out --stream \"$SLURM_ARRAY_TASK_ID\" "
+        "exec spile worker --spec 'a spec' --claim "
+        '--worker-name "$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" '
         '--num-processes 2 --process-id "$SLURM_PROCID" --coordinator-address "$first"'
     )
 
@@ -42,11 +43,11 @@ def test_each_host_gets_its_place_in_the_slice() -> None:
 @pytest.mark.parametrize("text", ["gs://b/out\nrm -rf /", "gs://b/\x1b[2J", "gs://b/\u2028"])
 def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
     with pytest.raises(SpecError, match=r"--output contains the control character U\+"):
-        ClusterJob("run", ("spile", "extract", "--output", text), (0,), "gs://b/out")
+        ClusterJob("run", ("spile", "extract", "--output", text), 1, "gs://b/out")
     with pytest.raises(SpecError, match=r"--output contains"):
-        ClusterJob("run", ("spile",), (0,), text)
+        ClusterJob("run", ("spile",), 1, text)
     with pytest.raises(SpecError, match=r"--env A contains"):
-        ClusterJob("run", ("spile",), (0,), "gs://b/out", env={"A": text})
+        ClusterJob("run", ("spile",), 1, "gs://b/out", env={"A": text})
     with pytest.raises(SpecError, match=r"--setup contains"):
         job(setup=text)
     with pytest.raises(SpecError, match=r"--sbatch contains"):
@@ -55,8 +56,8 @@ def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
 
 def test_what_a_shell_would_expand_is_quoted() -> None:
     words = ("spile", "extract", "--output", "/o/$(reboot)`id`")
-    script = to_script(SlurmJob(ClusterJob("run", words, (0,), "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
-    assert "# 1 streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in script
+    script = to_script(SlurmJob(ClusterJob("run", words, 1, "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
+    assert "# 1 workers, which claim streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in script
     assert "export A='$HOME;id'" in script
     inner = shlex.split(next(line for line in script.splitlines() if "srun" in line).removesuffix(" &"))[-1]
     assert shlex.split(inner)[4] == "/o/$(reboot)`id`"
@@ -72,7 +73,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SpecError, match="--log-dir: expected a word without blanks, found 'my logs'"):
         job(log_dir="my logs")
     with pytest.raises(SystemExit) as ended:
-        main(["slurm", "job", "--model", "embedded", "--output", "out", "--dataset-dir", "/s", "--num-streams", "2"])
+        main(["slurm", "job", "--model", "embedded", "--output", "out", "--dataset-dir", "/s", "--num-workers", "2"])
     assert ended.value.code == 2
     assert "--output out: expected a bucket, or a folder that all hosts share" in capsys.readouterr().err
 
