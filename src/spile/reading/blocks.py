@@ -19,7 +19,7 @@ import numpy.typing as npt
 from spile.objects.folder import read_ahead
 from spile.objects.machine import local_cores
 from spile.reading.rows import RowBatch, Selection, context_of
-from spile.reading.shuffle_order import DataGroup, DataPlan, RowChunk, row_keys
+from spile.reading.shuffle_order import DataPlan, RowChunk, RowGroup, row_keys
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
@@ -214,11 +214,9 @@ class StoredBlocks:
     ) -> Iterator[Callable[[], None]]:
         """Yield one call for each shard, or several if the shard has much to read."""
         shards, indices = self._table.find(samples)
-        order = np.argsort(shards, kind="stable")
         mean = max(1, self.rows * self.row_bytes // max(1, self.samples * parts))
         most = max(1, _RUN_BYTES // mean)
-        borders = np.flatnonzero(np.diff(shards[order])) + 1
-        for mine in np.split(order, borders) if len(order) else []:
+        for mine in _by_shard(shards):
             for begin in range(0, len(mine), most):
                 few = mine[begin : begin + most]
                 yield partial(self._read, int(shards[few[0]]), samples[few], indices[few], part[few], parts, put)
@@ -301,16 +299,18 @@ class StoredBlocks:
 
     def counts(self, parts: int) -> _Numbers:
         """Return the number of selected rows ``[samples, parts]``, without reading rows."""
-        found = np.zeros((self.samples, parts), np.int64)
+        return self._per_sample(np.zeros((self.samples, parts), np.int64), partial(self._count, parts))
+
+    def _per_sample(self, found: _Array, call: Callable[[int, _Numbers], _Array]) -> _Array:
+        """Fill an array with what ``call`` returns for the samples of each shard, given by their indices."""
         shards, indices = self._table.find(np.arange(self.samples))
-        order = np.argsort(shards, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(shards[order])) + 1) if len(order) else []
-        calls = (partial(self._count, int(shards[mine[0]]), indices[mine], parts) for mine in groups)
-        for mine, counted in zip(groups, read_ahead(calls, self._threads), strict=True):
-            found[mine] = counted
+        groups = _by_shard(shards)
+        calls = (partial(call, int(shards[mine[0]]), indices[mine]) for mine in groups)
+        for mine, values in zip(groups, read_ahead(calls, self._threads), strict=True):
+            found[mine] = values
         return found
 
-    def _count(self, number: int, indices: _Numbers, parts: int) -> _Numbers:
+    def _count(self, parts: int, number: int, indices: _Numbers) -> _Numbers:
         shard = self._shard(number)
         part = np.tile(np.arange(parts), len(indices))
         starts, stops, _ = shard.ranges(np.repeat(indices, parts), part, parts)
@@ -321,18 +321,17 @@ class StoredBlocks:
             counted = before[stops] - before[starts]
         return np.asarray(counted.reshape(len(indices), parts))
 
-    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002
-        """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
-        return self.cut(plan, first, self.load)
+    def groups(self, plan: DataPlan, first: int, load: Callable[..., None] | None = None) -> Iterator[RowGroup]:
+        """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on.
 
-    def cut(self, plan: DataPlan, first: int, load: Callable[..., None]) -> Iterator[DataGroup]:
-        """Divide the samples into groups whose rows ``load`` passes on."""
+        ``load`` passes on the rows of a group; by default :meth:`load`.
+        """
         index = self._table.find(np.arange(self.samples))[1]
         mine = np.flatnonzero(index % plan.spec.parts == plan.spec.part)
         numbers = mine[mine >= first]
         for members, last in plan.cut(zip(numbers.tolist(), self._lengths[numbers].tolist(), strict=True)):
             some = np.array(members, np.int64)
-            yield DataGroup(members[0], last, partial(load, some, np.zeros_like(some), 1))
+            yield RowGroup(members[0], last, partial(load or self.load, some, np.zeros_like(some), 1))
 
     @cached_property
     def _lengths(self) -> _Numbers:
@@ -363,14 +362,7 @@ class StoredBlocks:
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """Return a hash of the tokens of each sample and of the positions that have rows."""
-        found = np.zeros(self.samples, np.uint64)
-        shards, indices = self._table.find(np.arange(self.samples))
-        order = np.argsort(shards, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(shards[order])) + 1) if len(order) else []
-        calls = (partial(self._digests, int(shards[mine[0]]), indices[mine]) for mine in groups)
-        for mine, digests in zip(groups, read_ahead(calls, self._threads), strict=True):
-            found[mine] = digests
-        return found
+        return self._per_sample(np.zeros(self.samples, np.uint64), self._digests)
 
     def _digests(self, number: int, indices: _Numbers) -> npt.NDArray[np.uint64]:
         reader = self._shard(number).reader
@@ -395,6 +387,12 @@ class StoredBlocks:
                 old, _ = self._open.popitem(last=False)
                 self._open_bytes -= _held_bytes(self._shards[old][1])
         return found
+
+
+def _by_shard(shards: _Numbers) -> list[_Numbers]:
+    """Return the places of the entries of each shard."""
+    order = np.argsort(shards, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(shards[order])) + 1) if len(order) else []
 
 
 def _held_bytes(record: ShardRecord) -> int:
@@ -449,7 +447,7 @@ class JointBlocks:
 
     def __init__(self, sources: Mapping[str, StoredBlocks]) -> None:
         self._sources = dict(sources)
-        self._first, *self._others = self._sources.values()
+        self._first = next(iter(self._sources.values()))
         self.selection, self.window = self._first.selection, self._first.window
         self.samples, self.rows = self._first.samples, self._first.rows
         self.remote = any(source.remote for source in self._sources.values())
@@ -467,9 +465,9 @@ class JointBlocks:
         """Return the number of selected rows ``[samples, parts]``, without reading rows."""
         return self._first.counts(parts)
 
-    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002
+    def groups(self, plan: DataPlan, first: int) -> Iterator[RowGroup]:
         """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
-        return self._first.cut(plan, first, self.load)
+        return self._first.groups(plan, first, self.load)
 
     def cancel(self) -> None:
         """Do nothing: reads end soon."""

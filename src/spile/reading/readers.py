@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.reading.blocks import JointBlocks, StoredBlocks
-from spile.reading.rows import RowBatch, SampleRef, Selection, selection_of
+from spile.reading.rows import RowBatch, SampleRef, Selection
 from spile.reading.shuffle import Shuffled
 from spile.reading.shuffle_order import MEMORY, DataPlan, ShuffleOrder, ShufflePlan, ShuffleSpec
 from spile.spec.taps import Tap
@@ -144,7 +144,7 @@ class ShuffledReaders(ABC):
         """
         known, window = _parse_context(context)
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        blocks = BlockOptions(selection_of(**wanted), known, window, streams, page_cache is not False)
+        blocks = BlockOptions(Selection(**wanted), known, window, streams, page_cache is not False)
         source = self._source(names, blocks)
         sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
         spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -152,17 +150,29 @@ class Selection:
     """Rows with any of these :class:`~spile.spec.sample.Role` bits."""
     exclude: int | None = None
     """Rows with none of these bits."""
-    positions: tuple[int, int | None] | None = None
+    positions: tuple[int, int | None] | range | None = None
     """Positions in the sample, from the first to before the second."""
-    tokens: frozenset[int] | None = None
+    tokens: Iterable[int] | None = None
     """Rows of these token ids."""
-    without_tokens: frozenset[int] | None = None
+    without_tokens: Iterable[int] | None = None
     """Rows of any other token id."""
     min_norm: float | None = None
     max_norm: float | None = None
     """Norms of the first tap's rows. Attention sinks have very large norms: ``dataset.stats(tap).sink_norm``."""
     samples: Callable[[SampleRef], bool] | None = None
     """Rows of the samples for which this function returns True."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.positions, range):
+            if self.positions.step != 1:
+                raise UserError("positions", expected="a range without a step", found=self.positions)
+            object.__setattr__(self, "positions", (self.positions.start, self.positions.stop))
+        for name in ("include", "exclude"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("tokens", "without_tokens"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, frozenset(map(int, getattr(self, name))))
 
     @property
     def by_norm(self) -> bool:
@@ -222,63 +232,27 @@ class Selection:
 
 
 def _content(value: Any, depth: int = 8) -> str:
-    """Return text that differs for functions, or values that functions use, with different content.
+    """Return text that differs for functions with different code, or with different plain values in their closures.
 
     The name of a function does not identify it: all lambdas in one function share a name. ``depth`` bounds how far
-    values that contain each other are followed.
+    functions that contain each other are followed.
     """
     if not depth:
-        return type(value).__qualname__
-    inner = functools.partial(_content, depth=depth - 1)
-    if isinstance(value, types.CodeType):
-        return repr((value.co_code.hex(), value.co_names, [inner(each) for each in value.co_consts]))
+        return ""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        uses = (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
-        return f"{value.__module__}.{value.__qualname__}{[inner(each) for each in uses]}"
-    if isinstance(value, types.MethodType):
-        return f"{inner(value.__func__)}{inner(value.__self__)}"
-    if isinstance(value, functools.partial):
-        return f"partial{[inner(each) for each in (value.func, value.args, value.keywords)]}"
-    if isinstance(value, dict):
-        return f"dict{[(inner(name), inner(each)) for name, each in value.items()]}"
+        value = [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
+    elif isinstance(value, types.CodeType):
+        value = [value.co_code, value.co_names, value.co_consts]
+    elif isinstance(value, partial):
+        value = [value.func, value.args, value.keywords]
+    elif isinstance(value, dict):
+        value = list(value.items())
     if isinstance(value, set | frozenset):
-        return f"set{sorted(map(inner, value))}"
+        return f"set{sorted(_content(each, depth - 1) for each in value)}"
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__}{[inner(each) for each in value]}"
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | range):
-        return f"{type(value).__name__} {value!r}"
-    try:
-        return f"{type(value).__qualname__} {hashlib.sha256(pickle.dumps(value, 4)).hexdigest()}"
-    except Exception:  # noqa: BLE001  any object may be captured, and any may refuse
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def selection_of(
-    include: int | None = None,
-    exclude: int | None = None,
-    positions: tuple[int, int | None] | range | None = None,
-    tokens: Iterable[int] | None = None,
-    without_tokens: Iterable[int] | None = None,
-    min_norm: float | None = None,
-    max_norm: float | None = None,
-    samples: Callable[[SampleRef], bool] | None = None,
-) -> Selection:
-    """Return a selection from the forms in which callers give it."""
-    if isinstance(positions, range):
-        if positions.step != 1:
-            raise UserError("positions", expected="a range without a step", found=positions)
-        positions = (positions.start, positions.stop)
-    return Selection(
-        include=None if include is None else int(include),
-        exclude=None if exclude is None else int(exclude),
-        positions=positions,
-        tokens=None if tokens is None else frozenset(map(int, tokens)),
-        without_tokens=None if without_tokens is None else frozenset(map(int, without_tokens)),
-        min_norm=min_norm,
-        max_norm=max_norm,
-        samples=samples,
-    )
+        return f"list{[_content(each, depth - 1) for each in value]}"
+    return repr(value) if value is None or isinstance(value, bool | int | float | str | bytes) else type(value).__name__
 
 
 def iterate(

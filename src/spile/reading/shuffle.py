@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import StoreError, UserError
-from spile.objects.folder import iterate_ahead, read_ahead
+from spile.objects.folder import iterate_ahead
 from spile.objects.local import reserve
 from spile.reading.rows import RowBatch
-from spile.reading.shuffle_order import BlockSource, DataPlan, Position, ReaderClosed, RowChunk, ShuffleOrder, row_keys
+from spile.reading.shuffle_order import BlockSource, Position, ReaderClosed, RowChunk, RowGroup, ShuffleOrder, row_keys
 from spile.store.statistics import widened
 
 _AHEAD = 3
@@ -179,8 +179,7 @@ class Shuffled(Iterator[Any]):
 
     def _begin(self, start: Position) -> None:
         self._position, stop = start, threading.Event()
-        kind = _DataEngine if isinstance(self._order.plan, DataPlan) else _Engine
-        engine = kind(self._order, self._epochs, *self._how, stop)
+        engine = _Engine(self._order, self._epochs, *self._how, stop)
         self._items: Iterator[tuple[Any, Position]] = iterate_ahead(engine.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
         self._end = weakref.finalize(self, _close, stop, self._order.source, self._items)
@@ -319,46 +318,41 @@ class _Engine:
         The next group loads while a window is given.
         """
         plan = self._plan
-        loaded = read_ahead(self._loads(start), 1)
+        loaded = iterate_ahead(self._groups(start), 1)
+        held: dict[int, tuple[int, _Rows]] = {}
         try:
-            kept: _Rows | None = None
-            for epoch in self._epoch_numbers(start):
-                held: dict[int, _Rows] = {}
+            for epoch, number, group, rows in loaded:
                 first = start.window if epoch == start.epoch else 0
-                for number in range(first, plan.groups):
-                    for group in plan.sources(number):
-                        if group not in held:
-                            held[group] = kept if kept is not None else next(loaded)
-                            given = plan.share(len(held[group]), group, max(group, first)).start
-                            self._free(held[group].slots[:given])
-                    shares = [rows.take(plan.share(len(rows), group, number)) for group, rows in held.items()]
-                    held.pop(number - plan.spread + 1, None)
-                    window = _Rows.join(shares)
-                    if plan.keeps_rows:
-                        kept = shares[0]
-                    order = plan.row_order(epoch, number, len(window))
-                    yield epoch, number, number + 1 == plan.groups, 0, window.take(order)
+                if number == plan.sources(first).start:
+                    held = {}
+                held[number] = group.first, rows
+                self._free(rows.slots[: plan.share(len(rows), number, max(number, first)).start])
+                if number < first:
+                    continue
+                shares = [each.take(plan.share(len(each), at, number, group.last)) for at, (_, each) in held.items()]
+                origin = held[plan.sources(number).start][0]
+                held.pop(number - plan.spread + 1, None)
+                window = _Rows.join(shares)
+                yield epoch, number, group.last, origin, window.take(plan.row_order(epoch, number, len(window)))
         except ReaderClosed:
             return
         finally:
             loaded.close()  # type: ignore[attr-defined]
 
-    def _epoch_numbers(self, start: Position) -> Iterator[int]:
-        if not self._plan.groups:
-            return iter(())
-        return iter(count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs))
-
-    def _loads(self, start: Position) -> Iterator[Callable[[], _Rows]]:
-        for epoch in self._epoch_numbers(start):
-            first = self._plan.sources(start.window).start if epoch == start.epoch else 0
-            for number in range(first, self._plan.groups):
-                yield partial(self._load, epoch, number)
-            if self._plan.keeps_rows:
-                return
-
-    def _load(self, epoch: int, number: int) -> _Rows:
-        members, parts = self._plan.group(epoch, number), self._plan.block_shape[1]
-        return self._fill(epoch, number, partial(self._source.load, *members, parts))
+    def _groups(self, start: Position) -> Iterator[tuple[int, int, RowGroup, _Rows]]:
+        """Yield epoch, number, group and rows of each group from the first one that the start needs."""
+        kept: _Rows | None = None
+        for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
+            first = start.window if epoch == start.epoch else 0
+            number = self._plan.sources(first).start
+            empty = True
+            for group in self._order.groups(epoch, number, start.sample if first else 0):
+                rows = self._fill(epoch, number, group.load) if kept is None else kept
+                kept = rows if self._plan.keeps_rows else None
+                yield epoch, number, group, rows
+                number, empty = number + 1, False
+            if empty:  # there is no sample at all
+                yield epoch, number, RowGroup(0, True, lambda _put: None), _NO_ROWS
 
     def _fill(self, epoch: int, number: int, load: Callable[[Callable[[RowChunk], None]], None]) -> _Rows:
         """Load a group into the buffer. Returns its rows in the order in which they are divided over windows."""
@@ -377,42 +371,3 @@ class _Engine:
         rows = _Rows.join([rows for _, rows in found])
         rows = rows.take(np.argsort(np.concatenate([keys for keys, _ in found]), kind="stable"))
         return rows.take(self._plan.deal_order(epoch, number, len(rows))) if self._plan.spread > 1 else rows
-
-
-class _DataEngine(_Engine):
-    """The same for groups in the order of the data, of which it is only known whether another one follows."""
-
-    def _windows(self, start: Position) -> Iterator[tuple[int, int, bool, int, _Rows]]:
-        plan = self._plan
-        assert isinstance(plan, DataPlan)  # noqa: S101  for the type checker
-        for epoch in self._epoch_numbers(start):
-            first = start.window if epoch == start.epoch else 0
-            number = plan.sources(first).start
-            held: dict[int, tuple[int, _Rows]] = {}
-            last = False
-            groups = iterate_ahead(self._loaded(plan, epoch, number, start.sample if first else 0), 1)
-            try:
-                for sample, last, rows in groups:
-                    held[number] = sample, rows
-                    given = plan.share(len(rows), number, max(number, first)).start
-                    self._free(rows.slots[:given])
-                    if number >= first:
-                        parts = [
-                            rows.take(plan.share(len(rows), at, number, last=last)) for at, (_, rows) in held.items()
-                        ]
-                        origin = held[plan.sources(number).start][0]
-                        held.pop(number - plan.spread + 1, None)
-                        window = _Rows.join(parts)
-                        yield epoch, number, last, origin, window.take(plan.row_order(epoch, number, len(window)))
-                    number += 1
-            except ReaderClosed:
-                return
-            finally:
-                groups.close()  # type: ignore[attr-defined]
-            if not last:  # no sample at all
-                yield epoch, 0, True, 0, _NO_ROWS
-
-    def _loaded(self, plan: DataPlan, epoch: int, number: int, sample: int) -> Iterator[tuple[int, bool, _Rows]]:
-        """Yield the first sample, whether it is the last, and the rows of each group."""
-        for place, group in enumerate(self._source.groups(plan, epoch, sample), number):
-            yield group.first, group.last, self._fill(epoch, place, group.load)

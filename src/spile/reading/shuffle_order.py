@@ -21,7 +21,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, count
 from json import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -139,18 +139,18 @@ class BlockSource(Protocol):
     def counts(self, parts: int) -> _Numbers:
         """Return the number of selected rows ``[samples, parts]``, without reading rows."""
 
-    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:
+    def groups(self, plan: DataPlan, first: int) -> Iterator[RowGroup]:
         """Yield the groups of an epoch in the order of the data, from the one that begins with sample ``first`` on."""
 
     def cancel(self) -> None:
         """Make calls that wait for rows raise :class:`ReaderClosed`: the reader was closed."""
 
 
-class DataGroup(NamedTuple):
-    """Consecutive samples whose rows are loaded together."""
+class RowGroup(NamedTuple):
+    """Samples whose rows are loaded together."""
 
     first: int
-    """The number of its first sample, from which a reader can continue."""
+    """In the order of the data: the number of its first sample, from which a reader can continue."""
     last: bool
     """Whether no group follows in this epoch."""
     load: Callable[[Callable[[RowChunk], None]], None]
@@ -247,14 +247,14 @@ class ShufflePlan:
         """Return the groups that contribute to a window."""
         return range(max(0, window - self.spread + 1), window + 1)
 
-    def share(self, rows: int, group: int, window: int) -> slice:
-        """Return the part of a group's permuted rows that belongs to a window.
+    def share(self, rows: int, group: int, window: int, last: bool = False) -> slice:
+        """Return the part of a group's permuted rows that belongs to a window; the last window gets all the rest.
 
         The last groups have fewer windows left and contribute more to each, so that an epoch does not end with the
         rows of a few blocks only.
         """
         part, parts = window - group, min(self.spread, self.groups - group)
-        return slice(rows * part // parts, rows * (part + 1) // parts)
+        return slice(rows * part // parts, rows if last else rows * (part + 1) // parts)
 
     def window_rows(self, epoch: int, counts: _Numbers) -> list[int]:
         """Return the number of selected rows of each window; ``counts``: those of each part of each sample."""
@@ -336,11 +336,6 @@ class DataPlan(ShufflePlan):
     def groups(self) -> int:
         """More than there are."""
         return _ENDLESS
-
-    def share(self, rows: int, group: int, window: int, *, last: bool = False) -> slice:
-        """Return the part of a group's permuted rows that belongs to a window; the last window gets all the rest."""
-        found = super().share(rows, group, window)
-        return slice(found.start, rows) if last else found
 
     def cut(self, lengths: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], bool]]:
         """Group samples, given as (number, rows): yield the numbers of each group, and whether it is the last."""
@@ -441,6 +436,16 @@ class ShuffleOrder:
         if epochs is not None and found.epoch > epochs:
             raise UserError("state", expected=f"at most {epochs} epochs", found=f"{found.epoch} complete ones", fix=fix)
         return found
+
+    def groups(self, epoch: int, number: int, sample: int) -> Iterator[RowGroup]:
+        """Yield the groups of an epoch from this number on. In the order of the data, it begins with this sample."""
+        plan, load = self.plan, self.source.load
+        if isinstance(plan, DataPlan):
+            yield from self.source.groups(plan, sample)
+            return
+        for place in range(number, plan.groups):
+            samples, parts = plan.group(epoch, place)
+            yield RowGroup(0, place + 1 == plan.groups, partial(load, samples, parts, plan.block_shape[1]))
 
     @cached_property
     def _counts(self) -> _Numbers:

@@ -39,7 +39,7 @@ from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.readers import BlockOptions, RowOrder, ShuffledReaders
 from spile.reading.samples import no_tap
-from spile.reading.shuffle_order import DataGroup, DataPlan, ReaderClosed, RowChunk
+from spile.reading.shuffle_order import DataPlan, ReaderClosed, RowChunk, RowGroup
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
@@ -493,10 +493,10 @@ class LiveBlocks:
         """Samples of a stream are computed in the order of the data only."""
         raise NotImplementedError
 
-    def groups(self, plan: DataPlan, epoch: int, first: int) -> Iterator[DataGroup]:  # noqa: ARG002  all are equal
+    def groups(self, plan: DataPlan, first: int) -> Iterator[RowGroup]:
         """Compute the samples in the order of the data, from sample ``first`` on, and yield them in groups."""
         for samples, last, rows in self._stream.compute(plan, first, self._taps, self._feeds.append):
-            yield DataGroup(samples[0].index, last, partial(self._load, MemoryShard(samples, rows)))
+            yield RowGroup(samples[0].index, last, partial(self._load, MemoryShard(samples, rows)))
 
     def cancel(self) -> None:
         """End the wait for rows: the reader was closed."""
