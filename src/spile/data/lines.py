@@ -20,7 +20,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from spile.errors import DataError, StoreError
-from spile.objects import is_remote
+from spile.objects import NotFound, is_remote, open_folder, read_chunks, split
+from spile.objects.folder import get_if_present
 from spile.spec.run import EMBEDDED
 from spile.spec.sample import Part
 
@@ -134,16 +135,10 @@ class _Copy:
 
 def first_bytes(location: str, most: int) -> tuple[bytes, int]:
     """Return the beginning of a file, local or in a bucket, and the size of the file."""
-    if is_remote(location):
-        from spile import objects
-
-        folder, key = objects.split(location)
-        found = objects.open_folder(folder)
-        total = found.info(key).size
-        return bytes(found.get_range(key, 0, min(most, total))), total
-    path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
-    with path.open("rb") as file:
-        return file.read(most), path.stat().st_size
+    folder, key = split(str(embedded_tasks()) if location == EMBEDDED else location)
+    found = open_folder(folder)
+    total = found.info(key).size
+    return bytes(found.get_range(key, 0, min(most, total))), total
 
 
 class StreamFile:
@@ -204,16 +199,8 @@ class StreamFile:
         """Return the content of the file ``name`` in the same folder, or None."""
         if self._rows is not None:
             return None
-        if self._remote:
-            from spile import objects
-
-            folder, _ = objects.split(self.location)
-            try:
-                return objects.open_folder(folder).get(name)
-            except objects.NotFound:
-                return None
-        file = self._path.with_name(name)
-        return file.read_bytes() if file.is_file() else None
+        folder, _ = split(self.location if self._remote else str(self._path))
+        return get_if_present(open_folder(folder), name)
 
     def number(self, line: Line) -> str:
         """Return the number of a line for messages: ``line 1`` of a file is the first, ``row 0`` of a table."""
@@ -405,12 +392,10 @@ def _take(source: Iterator[Line]) -> list[Line]:
 
 def fetched(location: str) -> Iterator[bytes]:
     """Yield the bytes of an object in a bucket in chunks."""
-    from spile import objects
-
-    folder, key = objects.split(location)
+    folder, key = split(location)
     try:
-        yield from objects.read_chunks(objects.open_folder(folder), key)
-    except objects.NotFound as error:
+        yield from read_chunks(open_folder(folder), key)
+    except NotFound as error:
         raise DataError(f"no such dataset: {location}", fix="check --dataset or --dataset-dir") from error
 
 

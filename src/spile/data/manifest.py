@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,30 +137,32 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
     """
     files = _local(local_dir)
     listed = _listed(folder)
+    done = 0
+
+    def finished(file: _File, put: bool) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(file.path.name, put, done, len(files))
+
     streams = [file for file in files if file.path.name != MANIFEST]
-    manifests = [file for file in files if file.path.name == MANIFEST]
-    known: dict[str, bool] = {}
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spile-upload") as pool:
-        waiting = {pool.submit(_same, folder, file, listed.get(file.path.name)): file for file in streams}
-        for future in as_completed(waiting):
-            known[waiting[future].path.name] = future.result()
-        if listed and not all(known.values()):
-            # What is about to change must not be check_pinned for while it does.
-            folder.delete(MANIFEST)
-        changed = [file for file in streams if not known[file.path.name]]
-        _tell(progress, (file.path.name for file in streams if known[file.path.name]), False, 0, len(files))
-        done = len(streams) - len(changed)
-        puts = {pool.submit(put_file, folder, file.path.name, file.path): file for file in changed}
-        for put in as_completed(puts):
-            put.result()
-            done += 1
-            _tell(progress, [puts[put].path.name], True, done - 1, len(files))
-    for file in manifests:
-        same = not changed and _same(folder, file, None)
-        if not same:
+        same = list(pool.map(lambda file: _same(folder, file, listed.get(file.path.name)), streams))
+        if listed and not all(same):
+            folder.delete(MANIFEST)  # it must not list streams that are being replaced
+        changed = [file for file, known in zip(streams, same, strict=True) if not known]
+        for file in streams:
+            if file not in changed:
+                finished(file, False)
+        puts = pool.map(lambda file: put_file(folder, file.path.name, file.path), changed)
+        for file, _ in zip(list(changed), puts, strict=True):
+            finished(file, True)
+    for file in [file for file in files if file.path.name == MANIFEST]:
+        put = bool(changed) or not _same(folder, file, None)
+        if put:
             put_file(folder, file.path.name, file.path)
             changed.append(file)
-        _tell(progress, [file.path.name], not same, done, len(files))
+        finished(file, put)
     names = {file.path.name for file in changed}
     return Uploaded(
         url=folder.url,
@@ -168,14 +170,6 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
         skipped=tuple(sorted(file.path.name for file in files if file.path.name not in names)),
         bytes=sum(file.size for file in changed),
     )
-
-
-def _tell(
-    progress: Callable[[str, bool, int, int], None] | None, names: Iterable[str], put: bool, done: int, total: int
-) -> None:
-    for number, name in enumerate(names, done + 1):
-        if progress is not None:
-            progress(name, put, number, total)
 
 
 def _local(folder: Path) -> list[_File]:

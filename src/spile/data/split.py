@@ -104,7 +104,7 @@ def make_streams(
     with workspace(output_dir) as work:
         manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
         _compare(output_dir, manifest, overwrite)
-        _settle(work, output_dir, manifest, sorted(chosen), overwrite)
+        _publish(work, output_dir, manifest, sorted(chosen), overwrite)
     return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
 
 
@@ -224,7 +224,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _settle(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:
+def _publish(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:
     for number in chosen:
         (work / stream_name(number)).replace(folder / stream_name(number))
     if overwrite:

@@ -388,7 +388,7 @@ class _FirstRows(NamedTuple):
 
 
 def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
-    """Return whether the dataset is larger than what is read before a run, and has at least so many rows.
+    """Return whether the dataset is larger than what is read before a run, and has at least ``least`` rows.
 
     Raises:
         DataError: The first row cannot be used.
@@ -410,7 +410,7 @@ def _read_first(
     spec: DataSpec,
     most: _FirstRows | None,
 ) -> tuple[int, str | None, Drafter | None]:
-    """Read and check the first rows, at most so many; all without a limit.
+    """Read and check the first rows up to the limit ``most``, or all rows if it is None.
 
     Returns:
         The number of rows; their hash if more rows follow; the drafter that the first usable row decides.

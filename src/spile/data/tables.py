@@ -6,13 +6,13 @@ import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -213,8 +213,8 @@ class Hub:
             try:
                 _reach(self.name)
                 return commit_of(self.name, revision)
-            except Exception as error:
-                raise self._classify(error) from error
+            except Exception as error:  # noqa: BLE001  it is raised again, translated
+                self._raise_translated(error)
 
         try:
             return replace(self, revision=self._retry(attempt))
@@ -231,20 +231,42 @@ class Hub:
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield rows from ``start``. If the hub becomes unreachable, retry from the first row that was not received."""
-        rows, number = self._open(start, stop), start
+        number = start
         while True:
+            rows = self._retry(partial(self._open, number, stop))
             try:
-                data = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:
-                trouble = self._classify(error)
-                if self.location is not None or not isinstance(trouble, RequestFailure):
-                    raise self._failed(error) from error
-                rows = self._rows_from(number, stop)
+                for data in rows:
+                    yield SourceRow(number, data, f"row {number}")
+                    number += 1
+            except Exception as error:  # noqa: BLE001  it is raised again, translated
+                with suppress(RequestFailure):
+                    self._raise_translated(error)
             else:
-                yield SourceRow(number, data, f"row {number}")
-                number += 1
+                return
+
+    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
+        """Return the rows of a range after receiving the first of them."""
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise DataError(
+                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
+            ) from error
+        try:
+            if self.location is None:
+                _reach(self.name)
+            rows = self._load(load_dataset, start, stop)
+            return chain(list(islice(rows, 1)), rows)
+        except Exception as error:  # noqa: BLE001  it is raised again, translated
+            self._raise_translated(error)
+
+    def _raise_translated(self, error: Exception) -> NoReturn:
+        """Raise :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
+        failure = error if isinstance(error, SpileError) else self._failed(error)
+        failure.__cause__ = error.__cause__ if failure is error else error
+        if self.location is None and isinstance(failure, StoreError) and _is_transient(failure):
+            raise RequestFailure(str(failure.found), transient=True) from error
+        raise failure
 
     def count(self) -> int | None:
         """Return the number of rows: what the dataset's card says, or an estimate from its first Parquet file."""
@@ -265,70 +287,20 @@ class Hub:
         except Exception as error:
             raise self._failed(error) from error
 
-    def _rows_from(self, number: int, stop: int | None) -> Iterator[Any]:
-        """Return the rows from ``number`` on, retrying until the hub gives the first of them."""
-        from datasets import load_dataset
-
-        def attempt() -> Iterator[Any]:
-            rows = self._open_once(load_dataset, number, stop)
-            try:
-                return chain([next(rows)], rows)
-            except StopIteration:
-                return iter(())
-            except Exception as error:
-                raise self._classify(error) from error
-
-        return self._retry(attempt)
-
     def _retry(self, attempt: Callable[[], Result]) -> Result:
         try:
             return retry_while_unavailable(self.name, attempt, Retry.from_environment())
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 
-    def _classify(self, error: Exception) -> Exception:
-        """Return a :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
-        failure = self._failed(error)
-        failure.__cause__ = error
-        out = isinstance(failure, StoreError) and _is_transient(failure)
-        return RequestFailure(str(failure.found), transient=True) if out else failure
-
-    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise DataError(
-                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
-            ) from error
-        if self.location is not None:
-            return self._load(load_dataset, start, stop)
-        return self._retry(lambda: self._open_once(load_dataset, start, stop))
-
-    def _open_once(self, load: Callable[..., Any], start: int, stop: int | None) -> Iterator[Any]:
-        """Try once to open the dataset; raise :class:`RequestFailure` if the hub is temporarily unavailable."""
-        try:
-            _reach(self.name)
-            return self._load(load, start, stop)
-        except StoreError as error:
-            if not _is_transient(error):
-                raise
-            raise RequestFailure(str(error.found), transient=True) from error
-
     def _load(self, load: Callable[..., Any], start: int, stop: int | None) -> Iterator[Any]:
         """Return the rows of a range. Parquet files of a pinned dataset are read from the right row group on."""
-        try:
-            if self.revision is not None and self._parquet_files:
-                return islice(self._records(start), None if stop is None else stop - start)
-            pin = {} if self.revision is None else {"revision": self.revision}
-            dataset = load(self.name, self.config_name, split=self.split, streaming=True, **pin)
-            if dataset.column_names is not None:
-                dataset = dataset.select_columns(
-                    check_columns(dataset.column_names, self.columns, self.keep, self.name)
-                )
-        except SpileError:
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
+        if self.revision is not None and self._parquet_files:
+            return islice(self._records(start), None if stop is None else stop - start)
+        pin = {} if self.revision is None else {"revision": self.revision}
+        dataset = load(self.name, self.config_name, split=self.split, streaming=True, **pin)
+        if dataset.column_names is not None:
+            dataset = dataset.select_columns(check_columns(dataset.column_names, self.columns, self.keep, self.name))
         dataset = dataset.skip(start) if start else dataset
         return iter(dataset if stop is None else dataset.take(stop - start))
 

@@ -289,10 +289,10 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         for tap in taps:
             if self.streams and tap not in self.taps:
                 raise no_tap(tap, self.taps)
-        having = [stream for stream in wanted if set(taps) <= set(stream.taps)]
-        if wanted and not having:
+        found = [stream for stream in wanted if set(taps) <= set(stream.taps)]
+        if wanted and not found:
             raise no_tap(" with ".join(taps), self.taps)
-        return having
+        return found
 
     def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
         # Not cached: a pass over the dataset must not evict the shards that lookups use.

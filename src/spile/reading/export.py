@@ -189,7 +189,7 @@ def _locked(folder: Path, path: str) -> int:
             os.close(handle)
             break
         os.close(handle)
-    raise UserError(f"--output {path}", expected="one export at a time", found="another one that is writing it")
+    raise UserError(f"--output {path}", expected="one export at a time", found="another export that is writing it")
 
 
 def _clear(folder: Path) -> None:

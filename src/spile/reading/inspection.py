@@ -184,8 +184,8 @@ def _spread(count: int, wanted: int) -> list[int]:
 def _heat(dataset: Dataset, number: int, taps: list[str]) -> HeatMap:
     ref = dataset.samples[number]
     stored = dataset.sample(ref.stream, ref.index)
-    having = [tap for tap in taps if tap in stored.taps]
-    norms = [np.linalg.norm(stored.rows(tap)[:_POSITIONS].astype(np.float64), axis=1) for tap in having]
+    stored_taps = [tap for tap in taps if tap in stored.taps]
+    norms = [np.linalg.norm(stored.rows(tap)[:_POSITIONS].astype(np.float64), axis=1) for tap in stored_taps]
     return HeatMap(f"stream {ref.stream}, sample {ref.index} ({ref.task_id})", ref.preview, np.stack(norms))
 
 

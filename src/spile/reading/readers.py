@@ -134,7 +134,7 @@ class ShuffledReaders(ABC):
             dtype: Convert batches to this dtype.
             context: True: give each batch as a :class:`~spile.reading.rows.RowBatch` with tokens, roles and positions.
                 A number from 2: give each row after the rows of the tokens before it, ``[batch_rows, context, d]``.
-                Tokens without so many predecessors in their sample, all of them selected, are left out.
+                Tokens that have fewer selected predecessors in their sample are left out.
             streams: Read only these streams.
             state: Continue where this result of ``state()`` was taken.
             after: Continue after this many batches.

@@ -89,7 +89,7 @@ class ClaimBook:
         self.worker, self.expiry = worker, expiry
         self._root, self._clock, self._chance = root, clock, chance or random.Random()
         self._seen: dict[int, _Sighting] = {}
-        self._owners: dict[tuple[int, int], str] = {}
+        self._reader = ClaimReader(root)
 
     def take(self, streams: Iterable[int]) -> Claim | None:
         """Claim one of these streams, preferring those that this worker held before a restart, then the first ones.
@@ -134,10 +134,7 @@ class ClaimBook:
         seen = self._seen.get(stream)
         if seen is None or seen.renewed or seen.version.released:
             return False
-        key = (stream, seen.version.number)
-        if key not in self._owners:
-            self._owners[key] = _read_owner(self._root, _key(*key))
-        return self._owners[key] == self.worker
+        return self._reader.owner(stream, seen.version.number) == self.worker
 
 
 class Claim:
@@ -211,13 +208,14 @@ class ClaimReader:
 
     def owners(self) -> dict[int, Holding]:
         """Return the last owner of each stream that was ever claimed."""
-        found = {}
-        for stream, version in _newest(self._root).items():
-            known = (stream, version.number)
-            if known not in self._owners:
-                self._owners[known] = _read_owner(self._root, _key(*known))
-            found[stream] = Holding(self._owners[known], active=not version.released)
-        return found
+        newest = _newest(self._root).items()
+        return {stream: Holding(self.owner(stream, each.number), active=not each.released) for stream, each in newest}
+
+    def owner(self, stream: int, number: int) -> str:
+        """Return the worker of a claim, or an empty string if the claim cannot be read."""
+        if (stream, number) not in self._owners:
+            self._owners[stream, number] = _read_owner(self._root, _key(stream, number))
+        return self._owners[stream, number]
 
 
 def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:

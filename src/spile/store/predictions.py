@@ -78,7 +78,9 @@ def answers_problem(
         if tuple(answered.tolist()) != (answer.tokens if captured or some else ()):
             wrong.append(f"the rows of sample {index} are not those of its answer")
         if (answer.task_id, answer.augmentation) != (note["task_id"], note.get("augmentation")):
-            wrong.append(f"the answer of sample {index} has the task id {answer.task_id!r}, the sample another one")
+            wrong.append(
+                f"the answer of sample {index} has the task id {answer.task_id!r}, expected {note['task_id']!r}"
+            )
         wrong += [f"the answer of sample {index} {why}" for why in _contradictions(answer, generation, run, decode)]
     return wrong
 

@@ -326,7 +326,6 @@ class StreamStore:
         shards: Sequence[ShardRecord],
         skipped: Sequence[Skip] = (),
         end: int | None = None,
-        statistics: Mapping[str, Any] | None = None,
     ) -> Commit:
         """Make shards and skipped samples part of the dataset atomically.
 
@@ -348,7 +347,6 @@ class StreamStore:
                 shards=tuple(shards),
                 skipped=tuple(skipped),
                 end=end,
-                statistics=dict(statistics or {}),
                 created=now_iso(),
                 version=__version__,
                 parts=tuple(part for part in self.read_parts() if part.first >= recorded),

@@ -262,17 +262,17 @@ class Stream:
 
     def _with_added(self, shard: ShardRecord) -> ShardRecord:
         known = dict(shard.statistics)
-        for beside in self._added_by_shard:
-            known |= beside[shard.name].statistics
+        for added in self._added_by_shard:
+            known |= added[shard.name].statistics
         return replace(shard, statistics=known)
 
     def open(self, shard: ShardRecord) -> ShardReader:
         """Open a shard together with its added taps. The header must name this stream."""
         own = ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
         added: dict[str, ShardReader] = {}
-        for each, beside in zip(self.additions, self._added_by_shard, strict=True):
+        for each, shards in zip(self.additions, self._added_by_shard, strict=True):
             reader = ShardReader(
-                each.folder, beside[shard.name], stream=each.record.id, fingerprint=each.record.fingerprint
+                each.folder, shards[shard.name], stream=each.record.id, fingerprint=each.record.fingerprint
             )
             added |= dict.fromkeys(each.taps, reader)
         return JoinedShard(own, added) if added else own

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from spile import objects
 from spile.data import lines
 from spile.data.lines import BlockHashes, StreamFile
 
@@ -23,8 +22,8 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         keys.append(key)
         yield from PIECES
 
-    monkeypatch.setattr(objects, "read_chunks", read)
-    monkeypatch.setattr(objects, "open_folder", lambda url: url)
+    monkeypatch.setattr(lines, "read_chunks", read)
+    monkeypatch.setattr(lines, "open_folder", lambda url: url)
     return keys
 
 

@@ -265,7 +265,7 @@ def test_streams_in_a_bucket_are_read_through_objects(
     from spile import objects
 
     local = objects.open_folder(str(Path(tasks).parent))
-    monkeypatch.setattr(objects, "open_folder", lambda url: local)
+    monkeypatch.setattr("spile.data.lines.open_folder", lambda url: local)
     spec = DataSpec(dataset="gs://bucket/rows.jsonl")
     assert [shown(s) for s in read(spec, chatml)] == [shown(s) for s in read(DataSpec(dataset=tasks), chatml)]
     with pytest.raises(DataError, match=r"no such dataset: gs://bucket/none.jsonl"):
