@@ -172,7 +172,7 @@ def _show_skipped(report: Report, console: Console) -> None:
         reasons.update(stream.skip_reasons)
     if not reasons:
         return
-    found = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+    found = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items()))
     console.print(f"skipped: {found}", markup=False, soft_wrap=True)
     bad = [text for stream in report.streams for text in stream.bad_rows]
     for text in bad[:_BAD_ROWS]:

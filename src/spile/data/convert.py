@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 
 from spile.data.arc.grids import task_problem
-from spile.data.rows import TOKENS, arc_task_id, rejected_line, row_id
+from spile.data.rows import PAIRS, TOKENS, arc_task_id, rejected_line, row_id
 from spile.data.sources import open_source
 from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
@@ -70,7 +70,7 @@ _SHOWN = 5
 class RowSelection:
     """Which rows of a source are used, and how."""
 
-    column: str = "examples"
+    column: str = PAIRS
     """The field with a list of pairs, or with the text."""
     start_index: int = 0
     end_index: int | None = None
@@ -195,7 +195,8 @@ def usable(
             tally.reject(row, item, source, selection.bad_rows)
             if not keep_rejected:
                 continue
-            item = Item(_numbered(row.number), {}, rejected_line(f"{row.place}: {item}"), row.number)
+            name = Path(str(source.origin["dataset"])).name
+            item = Item(_numbered(row.number), {}, rejected_line(f"{name} {row.place}: {item}"), row.number)
         else:
             tally.samples += 1
         yield item

@@ -20,6 +20,8 @@ from spile.spec.run import EVERY_FIELD, PromptKind, PromptSpec
 TOKENS, MASK, ROLES_FIELD = "input_ids", "attention_mask", "token_roles"
 """The fields with token ids and the attention mask, named as in transformers, and with the roles of the tokens; -1
 stands for the role that follows from the token alone."""
+PAIRS = "examples"
+"""The default field of the data commands, with a list of ``[input, output]`` pairs of an ARC task."""
 _MOST_KEPT = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
 LONGEST_SAMPLE = 1 << 24
@@ -43,7 +45,7 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{place} is not JSON", found=f"{error}: {_shown(raw)}") from error
     if isinstance(row, str) and row.startswith(_REJECTED):
-        raise DataError(place, expected="a usable row", found=row.removeprefix(_REJECTED))
+        raise DataError(f"{place}, from {row.removeprefix(_REJECTED)}")
     if not isinstance(row, dict):
         raise DataError(place, expected="a JSON object", found=_shown(raw))
     return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +16,11 @@ from typing import Any
 import orjson
 
 from spile.data.lines import StreamFile, embedded_tasks, first_bytes
-from spile.data.rows import MASK, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
+from spile.data.rows import MASK, PAIRS, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
 from spile.errors import DataError, RunMismatch, SpecError, StoreError
 from spile.objects import is_remote
+from spile.spec.amounts import counted
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
 
@@ -100,23 +102,44 @@ class Csv(LocatedSource):
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield one row per record; a record with missing or additional cells becomes a row with a problem."""
-        delimiter = "\t" if self.location.endswith((".tsv", ".tab")) else ","
+        records = self._records()
+        _, header = next(records, (0, []))
+        if not header:
+            return
+        names = check_columns(header, self.columns, self.keep, self.location)
+        if repeated := [name for name in names if header.count(name) > 1]:
+            fix = "rename one of the columns"
+            raise DataError(f"{self.location} has two columns named {repeated[0]!r}", fix=fix)
+        for number, (line, cells) in islice(enumerate(records), start, stop):
+            if len(cells) == len(header):
+                row = dict(zip(header, cells, strict=True))
+                yield SourceRow(number, {name: row[name] for name in names}, f"line {line}")
+            else:
+                problem = f"{counted(len(cells), 'cell')}, but the header has {len(header)}"
+                yield SourceRow(number, None, f"line {line}", problem=problem)
+
+    def _records(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield the cells of each record, and the line on which it begins."""
         csv.field_size_limit(_LARGEST_DOCUMENT)
-        reader = csv.reader(_text_lines(self.location), delimiter=delimiter)
+        ended = False
+
+        def lines() -> Iterator[str]:
+            nonlocal ended
+            yield from _text_lines(self.location)
+            ended = True
+
+        reader = csv.reader(lines(), delimiter="\t" if self.location.endswith((".tsv", ".tab")) else ",")
+        first = 1
         try:
-            header = next(reader, [])
-            names = check_columns(header, self.columns, self.keep, self.location)
-            for number, cells in islice(enumerate(record for record in reader if record), start, stop):
-                place = f"line {reader.line_num}"
-                if len(cells) == len(header):
-                    row = dict(zip(header, cells, strict=True))
-                    yield SourceRow(number, {name: row[name] for name in names}, place)
-                else:
-                    yield SourceRow(
-                        number, None, place, problem="a record with another number of cells than the header"
-                    )
+            for cells in reader:
+                if ended:  # The reader asked for another line in the middle of a record.
+                    fix = 'close it, or write each quote inside a cell as ""'
+                    raise DataError(f"{self.location} line {first}: a quote is never closed", fix=fix)
+                if cells:
+                    yield first, cells
+                first = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{self.location} line {reader.line_num}", expected="CSV", found=str(error)) from error
+            raise DataError(f"{self.location} line {first}", expected="CSV", found=str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -219,7 +242,7 @@ def _text_lines(location: str) -> Iterator[str]:
     try:
         for chunk in chain(StreamFile(location).chunks(), [None]):
             text = rest + (decoder.decode(chunk) if chunk is not None else decoder.decode(b"", final=True))
-            lines = text.splitlines(keepends=True) if chunk is None else text.split("\n")
+            lines = list(io.StringIO(text, newline="")) if chunk is None else text.split("\n")
             if chunk is not None:
                 rest = lines.pop()
                 lines = [f"{line}\n" for line in lines]
@@ -302,13 +325,14 @@ def open_source(
 
     """
     columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
+    text = "text" if column == PAIRS else column
     if dataset == EMBEDDED:
         return Jsonl(str(embedded_tasks()))
     path = Path(dataset).expanduser()
     if "://" not in dataset and path.is_dir():
-        return _open_folder(path, dataset, column, columns, keep, split, config_name)
+        return _open_folder(path, dataset, text, columns, keep, split, config_name)
     if "://" in dataset or path.is_file():
-        return _open_file(dataset, column, columns, keep)
+        return _open_file(dataset, text, columns, keep)
     if not is_hub_name(dataset):
         raise DataError(f"no such dataset: {dataset}", expected="a file, a folder, or owner/name on the hub")
     hub = Hub(dataset, split or "train", config_name, columns, keep=keep)
@@ -472,7 +496,8 @@ def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadR
     block = bytearray()
     for row in source.rows(part.start + first, part.stop):
         if row.problem is not None and bad_rows == "error":
-            raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem)
+            fix = "correct or leave out the row, or extract with --bad-rows skip"
+            raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem, fix=fix)
         block += _line(row, location)
         if len(block) >= _BLOCK:
             yield bytes(block)

@@ -220,7 +220,8 @@ class SampleStream:
                 except DataError as error:
                     if self._spec.bad_rows == "error":
                         raise
-                    reason: dict[str, object] = {"error": str(error)[:_MOST_REASON]}
+                    error.fix = None  # The row is skipped, so advice on how to skip it is of no use.
+                    reason: dict[str, object] = {"error": error.line()[:_MOST_REASON]}
                     yield from (
                         Skip(index, self._file.number(line).replace(" ", "-"), BAD_ROW, reason)
                         for index in range(first, first + count)

@@ -52,7 +52,7 @@ class StreamView:
     """The machine's name if there is a fleet, else the stream's folder."""
     state: State
     samples: int = 0
-    """The committed samples, and those that the worker has computed but not committed."""
+    """The committed samples, skipped ones included, and those that the worker has computed but not committed."""
     expected: int | None = None
     shards: int = 0
     """The number of written shards, committed or not."""
@@ -77,6 +77,8 @@ class StreamView:
     """The number of streams of the split; None if the stream's record does not state it."""
     quarantined: tuple[str, ...] = ()
     """The samples that were set aside because workers end when they compute them, with the causes."""
+    skipped: int = 0
+    """The samples that were skipped."""
 
     @property
     def percent(self) -> float | None:
@@ -259,6 +261,7 @@ def view_of(
         log_tail=beat.log_tail if beat is not None else (),
         streams=record.identity.streams if record is not None else None,
         quarantined=tuple(map(str, ledger.quarantined)),
+        skipped=ledger.skipped,
     )
 
 

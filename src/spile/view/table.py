@@ -235,7 +235,10 @@ def totals_line(snapshot: Snapshot) -> str:
     """Return the counts of all streams as one line of text."""
     rate = snapshot.total("tokens_per_second")
     committed = counted(round(snapshot.total("committed")), "shard")
-    line = f"{snapshot.total('samples'):,.0f} samples, {committed} committed, {size(snapshot.total('bytes'))}"
+    skipped = round(snapshot.total("skipped"))
+    samples = counted(round(snapshot.total("samples")) - skipped, "sample")
+    samples += f" ({skipped:,} skipped)" if skipped else ""
+    line = f"{samples}, {committed} committed, {size(snapshot.total('bytes'))}"
     return f"{line}, {amount(rate)} tokens/s" if rate else line
 
 

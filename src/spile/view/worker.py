@@ -232,6 +232,7 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
     rows = [
         ("activations", summary.stream),
         ("samples", _samples(summary)),
+        *(("bad row", text) for text in visit.bad_rows),
         ("quarantined", ", ".join(map(str, summary.quarantined))),
         ("tokens", f"{summary.tokens:,}"),
         ("generated", f"{visit.generated_tokens:,} tokens by this run" if visit.generated_tokens else ""),

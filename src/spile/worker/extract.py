@@ -325,8 +325,9 @@ class StreamWork:
             plan = [task_id, why]
             self._progress.log(f"quarantined {plan[0]} (sample {index} of the stream): {why}")
         task_id, why = self._hosts.agree(f"quarantine {self._steps}", plan)
-        self._sink.commit(None, [Skip(index, task_id, QUARANTINED, {"cause": why})], None)
-        self._progress.skip(QUARANTINED)
+        skip = Skip(index, task_id, QUARANTINED, {"cause": why})
+        self._sink.commit(None, [skip], None)
+        self._progress.skip(skip)
 
     def _blame(self, error: OutOfDeviceMemory | MemoryError) -> None:
         """Count running out of memory against the samples on trial; raise it again if it is not about samples."""

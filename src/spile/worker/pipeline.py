@@ -681,4 +681,4 @@ class Pipeline:
             shards_committed=int(record is not None), samples_committed=shard.samples + len(shard.skipped)
         )
         for skip in shard.skipped:
-            self._progress.skip(skip.reason)
+            self._progress.skip(skip)

@@ -21,9 +21,12 @@ from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
-from spile.spec.sample import Skip
+from spile.spec.sample import BAD_ROW, Skip
 from spile.store.heartbeat import Heartbeat, Reading
 from spile.store.stream import StreamStore
+
+_BAD_ROWS = 3
+"""The number of bad rows that the summary describes."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,8 @@ class ProgressSnapshot:
     """Tokens of answers (``infer``)."""
     recent_tokens_per_second: float = 0.0
     """Tokens per second of the last seconds: what a display shows."""
+    bad_rows: tuple[str, ...] = ()
+    """Why the first bad rows were skipped."""
 
     @property
     def doing(self) -> str:
@@ -250,6 +255,7 @@ class Progress:
              "computed_tokens", "generated_tokens", "truncated", "shapes"), 0,
         )  # fmt: skip
         self._skipped: dict[str, int] = {}
+        self._bad_rows: list[str] = []
         self._busy = dict.fromkeys(STAGES, 0.0)
         self._compile = 0.0
         self._started: float | None = None
@@ -296,10 +302,12 @@ class Progress:
                 self._written = self.clock()
                 self._remember(self._written)
 
-    def skip(self, reason: str) -> None:
-        """Count a skipped sample."""
+    def skip(self, skip: Skip) -> None:
+        """Count a skipped sample, and remember the first bad rows."""
         with self._lock:
-            self._skipped[reason] = self._skipped.get(reason, 0) + 1
+            self._skipped[skip.reason] = self._skipped.get(skip.reason, 0) + 1
+            if skip.reason == BAD_ROW and len(self._bad_rows) < _BAD_ROWS:
+                self._bad_rows.append(str(skip.detail.get("error", skip.task_id)))
 
     def compiled(self, seconds: float) -> None:
         """Count a program that was waited for."""
@@ -344,8 +352,8 @@ class Progress:
             now = self.clock()
             seconds = now - self._started if self._started is not None else 0.0
             return ProgressSnapshot(
-                phase=self._phase, detail=self._detail, skipped=dict(self._skipped), compile_seconds=self._compile,
-                seconds=seconds, busy=dict(self._busy), wall=self._wall(now),
+                phase=self._phase, detail=self._detail, skipped=dict(self._skipped), bad_rows=tuple(self._bad_rows),
+                compile_seconds=self._compile, seconds=seconds, busy=dict(self._busy), wall=self._wall(now),
                 recent_tokens_per_second=self._recent_rate(now), **self._counts,
             )  # fmt: skip
 

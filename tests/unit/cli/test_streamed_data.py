@@ -86,7 +86,7 @@ def test_verify_shows_rows_that_were_skipped(tmp_path: Path, capfd: pytest.Captu
     assert "2 skipped (bad row)" in capfd.readouterr().out
     assert spile("verify", output) == 0
     text = capfd.readouterr().out
-    assert "skipped: 2 bad row" in text
+    assert "skipped: 2 (bad row)" in text
     assert "texts.jsonl line 4 is no" in text or "texts.jsonl line 4 is not" in text
     assert "texts.jsonl line 8: expected a text in 'text', found a number there" in text
     assert "proven: 6 samples" in text

@@ -47,6 +47,7 @@ def test_skipped_rows_are_recorded_and_the_others_keep_their_numbers(bad_file: s
     assert {item.reason for item in skips} == {"bad row"}
     assert [str(item.detail["error"]).partition(".jsonl ")[2][:6] for item in skips] == ["line 2", "line 4"]
     assert [item.index for item in stream.read(Ranges([(0, 3)]))] == [3, 4]
+    assert not any("--bad-rows" in str(item.detail["error"]) for item in skips), "the row is skipped already"
 
 
 def test_streams_keep_a_place_for_each_skipped_row(bad_file: str, tmp_path: Path, chatml: Tokenizer) -> None:
@@ -58,8 +59,8 @@ def test_streams_keep_a_place_for_each_skipped_row(bad_file: str, tmp_path: Path
     assert sum(isinstance(item, Sample) for item in found) == 3
     errors = sorted(str(item.detail["error"]) for item in found if isinstance(item, Skip))
     assert len(errors) == 2
-    assert any("line 2: a line that is not JSON" in error for error in errors), errors
-    with pytest.raises(DataError, match="expected a usable row"):
+    assert any("from rows.jsonl line 2: a line that is not JSON" in error for error in errors), errors
+    with pytest.raises(DataError, match=r"from rows.jsonl line 2"):
         open_stream(DataSpec(dataset_dir=str(tmp_path / "s")), chatml)
 
 

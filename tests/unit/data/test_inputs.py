@@ -97,6 +97,20 @@ def test_files_as_users_have_them(kind: str, tmp_path: Path, jsonl: Write, chatm
     assert len({sample.task_id for sample in found}) == 3
 
 
+@pytest.mark.parametrize("kind", ["json", "txt", "folder"])
+def test_texts_without_a_field_can_be_split(kind: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    dataset = written(kind, tmp_path)
+    make_streams(dataset, tmp_path / "streams", 1)
+    found = read(DataSpec(dataset_dir=str(tmp_path / "streams")), chatml)
+    whole = read(DataSpec(dataset=dataset), chatml)
+    assert [sample.tokens.tolist() for sample in found] == [sample.tokens.tolist() for sample in whole]
+
+
+def test_only_line_ends_separate_the_lines_of_a_text_file(tmp_path: Path, chatml: Tokenizer) -> None:
+    (tmp_path / "x.txt").write_text("one\x0ctwo\u2028three\nfour\x0cfive\u2028six")
+    assert len(read(DataSpec(dataset=str(tmp_path / "x.txt")), chatml)) == 2
+
+
 def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: Tokenizer) -> None:
     spec = DataSpec(dataset=written("csv", tmp_path), prompt=PromptSpec(column="prompt"), keep=("n",))
     assert [sample.kept for sample in read(spec, chatml)] == [{"n": "0"}, {"n": "1"}, {"n": "2"}]
@@ -105,9 +119,12 @@ def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: To
 @pytest.mark.parametrize(
     ("name", "content", "output"),
     [
-        ("x.csv", "text,label\na,1\nb\n", "line 3: expected a usable row, found a record with another number of cells"),
+        ("x.csv", "text,label\na,1\nb\n", "line 3: expected a usable row, found 1 cell, but the header has 2. .*skip"),
+        ("x.csv", 'text,label\n"a\nb",1\n\n"c\nd",1,2\n', "line 5: expected a usable row, found 3 cells"),
+        ("x.csv", 'text,label\na,1\n"b,2\nc,3\n', "line 3: a quote is never closed. Close it"),
+        ("x.csv", "text,text\na,b\n", "has two columns named 'text'. Rename"),
         ("x.csv", "prompt\na\n", "has no column that could be used.*found prompt.*--column"),
-        ("x.csv", "", "has no column that could be used"),
+        ("x.csv", "", "x.csv is empty: expected at least one usable row"),
         ("x.json", "[1, 2]", "row 0: expected a usable row, found an element that is neither"),
         ("x.json", "3", "expected a list of rows"),
         ("x.txt", b"good\n\xff\xfe\n", "expected UTF-8 text"),

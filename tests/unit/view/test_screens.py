@@ -55,7 +55,9 @@ VIEWS = (
     StreamView(
         0, "stream_0", State.WORKING, 1250, 2000, 150, 149, 10**6, 3 * 10**9, 61_000.0, 540.0, Phase.RUNNING, age=12.0
     ),
-    StreamView(1, "stream_1", State.DONE, 1180, 1180, 142, 142, 10**6, 2 * 10**9, seconds_left=0.0, age=500.0),
+    StreamView(
+        1, "stream_1", State.DONE, 1180, 1180, 142, 142, 10**6, 2 * 10**9, seconds_left=0.0, age=500.0, skipped=3
+    ),
     StreamView(2, "stream_2", State.FAILED, 7, 1000, 1, 1, age=60.0, last_error="cannot write: found a full disk"),
     StreamView(3, "stream_3", State.SILENT, 310, 1000, 31, 30, 10**5, 6 * 10**8, age=900.0),
 )
@@ -148,7 +150,9 @@ def test_progress_in_a_notebook() -> None:
 
 
 def test_summary() -> None:
-    resumed = replace(DONE, progress=replace(NOW, samples=400), retries=2)
+    skipped = {"bad row": 2, "too long": 12}
+    bad = tuple(f"reviews.csv row {row}, from line {row + 2}: 3 cells, but the header has 2" for row in (17, 405))
+    resumed = replace(DONE, progress=replace(NOW, samples=400, skipped=skipped, bad_rows=bad), retries=2)
     stopped = replace(DONE, interrupted=True, complete=False)
 
     def screen(width: int) -> str:
