@@ -51,6 +51,7 @@ from spile.store.statistics import TapStatistics
 from spile.version import __version__
 
 _ABSENT = "nothing"
+_SAME_SETTINGS = "give the same settings, or another --output"
 
 
 def now_iso() -> str:
@@ -74,14 +75,27 @@ def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tupl
     ]
 
 
-def mismatch(what: str, differing: list[tuple[str, Any, Any]], fix: str) -> RunMismatch:
+def mismatch(place: str, differing: list[tuple[str, Any, Any]], fix: str = _SAME_SETTINGS) -> RunMismatch:
     """Return an error that names every differing field."""
-    return RunMismatch(
-        what,
-        expected=", ".join(f"{name} = {stored}" for name, stored, _ in differing),
-        found=", ".join(f"{name} = {ours}" for name, _, ours in differing),
-        fix=fix,
-    )
+    stored = ", ".join(_setting(name, value) for name, value, _ in differing)
+    ours = ", ".join(_setting(name, value) for name, _, value in differing)
+    return RunMismatch(f"{place} was created with {stored}, but this command asks for {ours}", fix=fix)
+
+
+def _setting(name: str, value: object) -> str:
+    """Return a field of an identity and its value in words."""
+    if value in (_ABSENT, [], None):
+        value = ALL if name == "positions" else "none"
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    match name:
+        case "sha256":
+            return f"data of sha256 {str(value)[:12]}…"
+        case "lines":
+            return f"{value} rows"
+        case "samples":
+            return f"{value} samples"
+    return f"{name} {value}"
 
 
 def join_run(root: Folder, identity: RunIdentity) -> None:
@@ -114,11 +128,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
     differing = differences(stored["numbers"], identity.compared())
     if differing:
-        raise mismatch(
-            f"{root.url} was created with other settings",
-            differing,
-            "give the same settings, or another --output",
-        )
+        raise mismatch(root.url, differing)
     if (folders := stored.get("folders", "tpu")) != identity.folders:  # Another worker has just created the run.
         raise RunMismatch(
             f"{root.url} was begun with folders named {folders}_N",
@@ -186,9 +196,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
         )
     differing = differences(json.loads(json.dumps(theirs)), ours)
     if differing:
-        raise mismatch(
-            f"{root.url} was created with other settings", differing, "give the same settings, or another --output"
-        )
+        raise mismatch(root.url, differing)
 
 
 def _stated(spec: RunSpec) -> dict[str, Any]:
@@ -530,14 +538,22 @@ def join_stream(
     ours = {**identity.compared(), "fingerprint": run.fingerprint()}
     differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:
-        raise mismatch(
-            f"{folder.url} was created for another stream",
-            differing,
-            f"if another worker made it, give this worker its own number with --worker-id (this is {worker_id}); "
-            "otherwise give the same dataset and taps, or another --output",
-        )
+        raise mismatch(folder.url, differing, _other_stream_fix(root, worker_id, differing))
     attempt = new_attempt() if attempt is None else valid_attempt(attempt)
     return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))
+
+
+def _other_stream_fix(root: Folder, worker_id: int, differing: list[tuple[str, Any, Any]]) -> str:
+    if [name for name, _, _ in differing] == ["taps"]:
+        ((_, stored, ours),) = differing
+        new = [tap for tap in ours if tap not in stored]
+        if not new:
+            return "give the same taps, or another --output; the dataset has these taps already"
+        return f"use another --output, or add taps to it: spile extract --add-taps {' '.join(new)} --to {root.url}"
+    return (
+        "give the same dataset and taps, or another --output; "
+        f"if another worker made it, give this worker its own number with --worker-id (this is {worker_id})"
+    )
 
 
 def stream_bytes(record: StreamRecord) -> bytes:

@@ -74,7 +74,7 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
     differing = differences({name: getattr(run, name) for name in given}, given)
     if differing:
         raise mismatch(
-            f"{root.url} was created with other settings",
+            root.url,
             differing,
             "leave them out, because added rows always have the settings of the stored ones",
         )

@@ -101,7 +101,10 @@ def test_the_same_command_again_does_nothing(inferred: Path, tasks: Path) -> Non
 
 def test_other_settings_are_another_run(inferred: Path, tasks: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert spile("infer", "--dataset", tasks, "--output", inferred, *SMALL, "--temperature", "0.5") == 2
-    assert "expected generation.temperature = 0.0, found generation.temperature = 0.5" in capfd.readouterr().err
+    assert (
+        "with generation.temperature 0.0, but this command asks for generation.temperature 0.5"
+        in capfd.readouterr().err
+    )
     assert spile("extract", "--dataset", tasks, "--output", inferred, "--max-seq-length", "760", "--layers", "0,5") == 2
     assert "generation." in capfd.readouterr().err
 

@@ -140,7 +140,7 @@ def test_workers_read_a_large_dataset_in_turn(
     capfd.readouterr()
     assert run_in_turn(tmp_path, out, "--max-samples", 6) == 2
     printed = capfd.readouterr()
-    assert "was created for another stream" in printed.out + printed.err
+    assert "but this command asks for" in printed.out + printed.err
 
 
 def test_a_small_csv_file_keeps_its_labels_with_many_workers(

@@ -106,10 +106,10 @@ def test_extract_writes_its_spec(tmp_path: Path, streams: Path) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, object], str]] = {
-    "numbers": ({"store_dtype": "float32", "positions": "last"}, "positions = last, store_dtype = float32"),
-    "taps": ({"taps": ("residual.0", "mlp.1")}, r"taps = \['residual.0', 'mlp.1'\]"),
-    "answers": ({"generation": GenerationSpec(max_new_tokens=3)}, "generation.max_new_tokens = 3"),
-    "data": ({"data": DataSpec(seed=7, max_seq_length=99, keep=("label",))}, "keep = .*max_seq_length = 99, seed = 7"),
+    "numbers": ({"store_dtype": "float32", "positions": "last"}, "positions last, store_dtype float32"),
+    "taps": ({"taps": ("residual.0", "mlp.1")}, "taps residual.0, mlp.1"),
+    "answers": ({"generation": GenerationSpec(max_new_tokens=3)}, "generation.max_new_tokens 3"),
+    "data": ({"data": DataSpec(seed=7, max_seq_length=99, keep=("label",))}, "keep .*max_seq_length 99, seed 7"),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_spec_that_workers_would_refuse_is_refused(other: str, tmp_path: Path,
     join_run(root, run_identity(prompt=PromptSpec(kind="text"), seed=0, max_seq_length=2048, store_dtype="bfloat16"))
     write_spec(root, spec)
     changes, found = OTHERS[other]
-    with pytest.raises(RunMismatch, match=f"was created with other settings: expected .*, found .*{found}"):
+    with pytest.raises(RunMismatch, match=f"was created with .*, but this command asks for .*{found}"):
         refuse_other_spec(root, replace(spec, **changes))  # type: ignore[arg-type]
     refuse_other_spec(root, replace(spec, batch_size=3, taps=("residual",), layers=(0, 1), dtype="float32"))
     root.put("spec.json", b"{")
@@ -137,7 +137,7 @@ def test_an_engine_refuses_another_run_before_it_starts_workers(
     before = (tmp_path / "out" / "spec.json").read_bytes()
     capsys.readouterr()
     assert spile(*words, "--engine", "local", "--num-workers", 1, "--store-dtype", "int8") == 2
-    assert "expected store_dtype = bfloat16, found store_dtype = int8" in capsys.readouterr().err
+    assert "created with store_dtype bfloat16, but this command asks for store_dtype int8" in capsys.readouterr().err
     assert (tmp_path / "out" / "spec.json").read_bytes() == before
 
 

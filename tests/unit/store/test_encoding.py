@@ -153,9 +153,7 @@ def test_readers_of_version_1_are_asked_to_upgrade(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("begun", "resumed"), [("int8", "bfloat16"), ("bfloat16", "int8"), ("int8", "float8_e4m3")])
 def test_a_run_keeps_its_dtype(tmp_path: Path, begun: str, resumed: str) -> None:
     store_of(tmp_path, begun)
-    wanted = (
-        f"with other settings: expected store_dtype = {begun}, found store_dtype = {resumed}. Give the same settings"
-    )
+    wanted = f"with store_dtype {begun}, but this command asks for store_dtype {resumed}. Give the same settings"
     with pytest.raises(RunMismatch, match=wanted):
         join_run(open_folder(str(tmp_path)), run_identity(store_dtype=resumed))
 

@@ -217,11 +217,8 @@ def test_run_json_is_made_once_and_compared(folder: Folder) -> None:
     with pytest.raises(RunMismatch) as caught:
         join_run(folder, run_identity(weights="other", max_seq_length=128))
     line = str(caught.value)
-    assert (
-        "was created with other settings: expected max_seq_length = 64, weights = wwwwwwww, found max_seq_length = 128"
-        in line
-    )
-    assert "weights = other. Give the same settings" in line
+    created = "was created with max_seq_length 64, weights wwwwwwww"
+    assert f"{created}, but this command asks for max_seq_length 128, weights other. Give the same settings" in line
     assert caught.value.exit_code == 2
     assert folder.get("run.json") == before
     assert read_run(folder) == run_identity()
@@ -230,11 +227,12 @@ def test_run_json_is_made_once_and_compared(folder: Folder) -> None:
 
 def test_a_stream_of_other_data_or_taps_is_refused(folder: Folder) -> None:
     joined(folder)
-    with pytest.raises(
-        RunMismatch, match=r"was created for another stream: expected taps = \['residual.0', .*found taps"
-    ):
+    added = r"was created with taps residual.0, .*but this command asks for taps mlp.0. Use .*--add-taps mlp.0 --to "
+    with pytest.raises(RunMismatch, match=added):
         join_stream(folder, 0, stream_identity(100, taps=(Tap("mlp", 0),)), run_identity())
-    with pytest.raises(RunMismatch, match="expected sha256 = 55555555, found sha256 = 66666666"):
+    with pytest.raises(
+        RunMismatch, match=r"with data of sha256 55555555.*, but .* data of sha256 66666666.*--worker-id"
+    ):
         join_stream(folder, 0, stream_identity(100, sha256="66666666"), run_identity())
     assert join_stream(folder, 1, stream_identity(100, taps=(Tap("mlp", 0),)), run_identity()).ledger == Ledger()
 

@@ -171,9 +171,21 @@ def test_what_is_refused(made: Path, base: Path, tmp_path: Path) -> None:
         "--add-taps residual.0: expected taps that the dataset does not have",
         BackfillSpec(str(base), parse_taps(["residual.0", "mlp.1"])),
     )
-    refusal(RunMismatch, "expected dtype = float32, found dtype = bfloat16", backfill(base, dtype="bfloat16"))
-    refusal(RunMismatch, "expected store_dtype = float32, found store_dtype = int8", backfill(base, store_dtype="int8"))
-    refusal(RunMismatch, "expected positions = all, found positions = last", backfill(base, positions="last"))
+    refusal(
+        RunMismatch,
+        "created with dtype float32, but this command asks for dtype bfloat16",
+        backfill(base, dtype="bfloat16"),
+    )
+    refusal(
+        RunMismatch,
+        "with store_dtype float32, but this command asks for store_dtype int8",
+        backfill(base, store_dtype="int8"),
+    )
+    refusal(
+        RunMismatch,
+        "created with positions all, but this command asks for positions last",
+        backfill(base, positions="last"),
+    )
     refusal(SpecError, "found no stream 7", backfill(base, worker_id=7))
     add_taps(backfill(base))
     refusal(SpecError, "residual.1 mlp.2 z.2 are added already", BackfillSpec(str(base), parse_taps(["mlp.2"])))

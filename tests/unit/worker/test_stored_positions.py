@@ -154,7 +154,7 @@ def test_a_model_s_rows_are_those_of_a_whole_run(made: Path, positions: str) -> 
 
 
 def test_a_run_keeps_its_positions(made: Path) -> None:
-    with pytest.raises(RunMismatch, match="expected positions = nothing, found positions = last"):
+    with pytest.raises(RunMismatch, match="created with positions all, but this command asks for positions last"):
         run_stream(spec(made, "all", "last"))
 
 
