@@ -180,6 +180,11 @@ def tap(
                 _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype, device=device)))
             loaded: Model = _last_model[0][1]
         else:
+            given = {"revision": revision, "adapter": adapter, "dtype": dtype, "device": device}
+            for name, value in given.items():
+                if value not in (None, "auto"):
+                    fix = f"pass it to spile.load({name}={value!r})"
+                    raise SpecError(name, expected="a model by its name", found="a loaded model", fix=fix)
             loaded = model
         return loaded.tap(data, taps=taps, **options)
 

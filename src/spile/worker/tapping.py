@@ -28,7 +28,7 @@ from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
 from spile.spec.positions import choose_positions
-from spile.spec.run import EVERY_FIELD, Gradients, LongPolicy, PromptKind, RunSpec, make_spec
+from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
 from spile.worker.batches import Batch, BatchPlan, batches
@@ -68,6 +68,10 @@ class TapOptions(TypedDict, total=False):
     max_seq_length: int
     long: LongPolicy
     seed: int
+    max_samples: int | None
+    bad_rows: BadRows
+    split: str | None
+    dataset_revision: str | None
 
 
 class TappedSample(SampleRows):
@@ -204,6 +208,8 @@ class Model:
     def _run(
         self, taps: Sequence[str] | str, data: Any, edit: Mapping[str, EditFunction], options: Mapping[str, Any]
     ) -> Activations:
+        if not isinstance(taps, str | Sequence):
+            raise SpecError("taps", expected='names such as ["residual.12"]', found=repr(taps))
         spec = self._spec([taps] if isinstance(taps, str) else list(taps), options)
         edits = self._edits(edit)
         wanted = spec.selected_taps(self.files.config.n_layers)
@@ -224,6 +230,12 @@ class Model:
         if learned is not None:
             options = {"max_seq_length": min(2048, learned), **options}
         spec = make_spec({**options, "taps": list(taps)}, source="spile.tap()")
+        if without_effect := sorted(set(options) - set(TapOptions.__annotations__)):
+            raise SpecError(
+                without_effect[0],
+                expected=f"one of {', '.join(TapOptions.__annotations__)}",
+                found="an option of spile.load or spile.extract, which has no effect here",
+            )
         if learned is not None and spec.data.max_seq_length > learned:
             expected = f"at most {learned}, the positions that {self.name} has learned"
             raise SpecError("--max-seq-length", expected=expected, found=spec.data.max_seq_length)
