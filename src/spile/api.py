@@ -203,7 +203,7 @@ def extract(
     """Run a model over a dataset and store its activations. The same call resumes an interrupted run.
 
     Args:
-        model: A model on the Hugging Face hub, a folder, or ``embedded``; or a run spec, which says everything.
+        model: A model on the Hugging Face hub, a folder, or ``embedded``; or a run spec and no other argument.
         data: A file, a folder or a name as for ``--dataset``; or the rows themselves: a list of strings or dicts, a
             ``datasets.Dataset``, or a frame of pandas or polars.
         output: Where the activations are stored: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
@@ -595,7 +595,7 @@ def _run_spec(
     if isinstance(model, RunSpec):
         more = [name for name, value in given.items() if value is not None]
         if more:
-            raise SpecError(more[0], expected="a run spec alone, which says everything", found="both")
+            raise SpecError(more[0], expected="a run spec and no other argument", found="both")
         return model
     values = {"model": model, **_plain(options)}
     values |= {} if output is None else {"output": str(output)}

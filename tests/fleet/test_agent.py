@@ -284,7 +284,7 @@ def test_a_workers_log_is_kept_in_the_bucket_and_can_be_searched_when_its_machin
     assert [json.loads(line) for line in logs("1", "--json", "--lines", "1")[1]] == [
         {"worker": NAME, "line": "spile: boom [x]"}
     ]
-    assert logs("0")[1] == ["nothing is kept of tpu-us-central1-a-0 yet"]
+    assert logs("0")[1] == ["no log of tpu-us-central1-a-0 is stored yet"]
     assert logs("7")[0] == 2
     assert logs("1", "--grep", "[")[1][0].startswith("spile: --grep: expected a regular expression")
 

@@ -199,7 +199,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
     assert code == 0, text
     assert "--env HF_TOKEN=… --notify … --keep-finished" in text
     assert "secret-token" not in text
-    assert "prepared; the fleet's machines that are there take it now; launch with: spile deploy" in text
+    assert "prepared; existing machines of the fleet use it from now on; launch with: spile deploy" in text
     second = fleet_of(world)
     assert (second.environment, second.notify, second.workers) == (first.environment, first.notify, first.workers)
     assert not second.policy.delete_finished
@@ -218,7 +218,7 @@ def test_flags_that_only_the_bucket_contains_need_confirmation(world: World, pro
     again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     code, text = prompt(*again)
     assert code == 2, text
-    assert "fleet.json was deployed neither from this computer nor to a machine of the fleet. Take its flags" in text
+    assert "fleet.json was deployed neither from this computer nor to a machine of the fleet. Use its flags" in text
     assert "evil" not in text
     home.put("fleet.json", stored)
     code, text = prompt(*again)
@@ -249,9 +249,9 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, prompt: Prompt) -> None:
     code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--dry-run", "--create-tpus", "--monitor")
     assert code == 0, text
-    assert "would be made: 2 machines v3-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
+    assert "would be created: 2 machines v3-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
     assert "to boot, install, load and compile" in text
-    assert text.rstrip().endswith("nothing was made")
+    assert text.rstrip().endswith("nothing was created")
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []
 

@@ -345,7 +345,7 @@ def worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable
     if named is None:
         return int(text) if text else None
     if text and int(text) != int(named[1]):
-        log(f"{_WORKER}={text} does not count: {flags.dataset} is stream {int(named[1])} (--worker-id says otherwise)")
+        log(f"{_WORKER}={text} is ignored: {flags.dataset} is stream {int(named[1])} (--worker-id overrides it)")
     return int(named[1])
 
 

@@ -230,7 +230,9 @@ class _Request:
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
-            log(f"--output-dir {flags.output_dir} is not used: a machine's disk goes with it, the bucket is the home")
+            log(
+                f"--output-dir {flags.output_dir} is not used: the dataset is stored in the bucket, not on the machines"
+            )
         return request if request.base else replace(request, flags=with_model(flags, "a fleet", log))
 
     def _reuse(self, before: FleetSpec) -> tuple[_Request, list[str]]:
@@ -372,7 +374,7 @@ def _trusted_fleet(provider: Provider, home: FleetHome, console: Console, *, yes
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
     if doubt is not None:
-        confirm(f"{doubt.problem}. Take its flags and machines as yours all the same?", yes=yes, console=console)
+        confirm(f"{doubt.problem}. Use its flags and machines anyway?", yes=yes, console=console)
     return fleet
 
 
@@ -384,7 +386,7 @@ def _launch_hint(place: PlaceFlags, steps: DeployFlags, bucket: str, *, again: b
     chosen = {name: value for name, value in values.items() if value and value != defaults.get(name)}
     create = [] if steps.adopt else ["--create-tpus"]
     words = ["--gcs-bucket", bucket, *_flag_words(chosen), "--skip-dataset", *create]
-    machines = "the fleet's machines that are there take it now; " if again else ""
+    machines = "existing machines of the fleet use it from now on; " if again else ""
     return f"prepared; {machines}launch with: spile deploy {shlex.join(words)}"
 
 
@@ -519,7 +521,7 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, consol
 
     other = Lease(home.folder).holder()
     if other is not None:
-        console.print(f"{other.owner} monitors this fleet and makes its machines", markup=False)
+        console.print(f"{other.owner} monitors this fleet and creates its machines", markup=False)
         return []
     names = {worker.id: worker.name for worker in fleet.workers}
     script, pin = startup_script(), sha256(fleet.to_json())
@@ -544,9 +546,9 @@ def _show_plan(
     price = machine.price.preemptible if cheap else machine.price.on_demand
     workers = len(fleet.workers)
     lines = [
-        f"would be made: {counted(workers, 'machine')} {machine.name} ({fleet.workers[0].name} …) in "
+        f"would be created: {counted(workers, 'machine')} {machine.name} ({fleet.workers[0].name} …) in "
         f"{', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together",
-        f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", as they are there"),
+        f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", which exist already"),
         f"output: {fleet.root}",
         f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another",
     ]
@@ -561,7 +563,7 @@ def _show_plan(
         f"(assumed: {duration(START_SECONDS)} to boot, install, load and compile, {Rates.efficiency:.0%} of the chips' "
         f"peak, no preemption; {list_prices().source}, as of {list_prices().as_of})",
         *filter(None, [list_prices().warning(date.today())]),
-        "nothing was made",
+        "nothing was created",
     ]
     for line in lines:
         console.print(line, markup=False)

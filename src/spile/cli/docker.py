@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import HostFlags, flag, log, variables
-from spile.cli.hosts import HostCommandFlags, Output
-from spile.errors import Failure, SpecError, SpileError, UserError
+from spile.cli.hosts import Output, results_folder
+from spile.errors import Failure, SpecError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +121,7 @@ def build(
     copy_to(hosts, files, target, where.access())
     log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
     line = shlex.join(build_words(flags.runtime, flags.device(here=here), flags.image_name(), "."))
-    return _run_on_all(hosts, line, where, HostCommandFlags(), folder=target)
+    return _run_on_all(hosts, line, where, folder=target)
 
 
 def run(
@@ -169,14 +169,13 @@ def pod(
         return 0
     hosts, access = where.find(), where.access()
     check_hosts(hosts, flags.runtime, container.image, access)
+    code = 1
     try:
-        code = _run_on_all(hosts, script, where, HostCommandFlags(logs=logs), grace=flags.grace)
-    except SpileError:
-        _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
-        raise
-    if code != 0:
-        _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
-    elif collect is not None:
+        code = _run_on_all(hosts, script, where, logs=logs, grace=flags.grace)
+    finally:
+        if code != 0:
+            _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
+    if code == 0 and collect is not None:
         from spile.cli.hosts import collect as bring_back
 
         bring_back(collect, where=where)
@@ -220,25 +219,24 @@ def _run_on_all(
     hosts: Sequence[Host],
     line: str,
     where: HostFlags,
-    run_flags: HostCommandFlags,
     *,
+    logs: Path | None = None,
     folder: str = "~",
     grace: int = 3,
 ) -> int:
     """Run a command line on all hosts, with logs and exit codes as in ``spile run``."""
     from spile.hosts import run as fanout
-    from spile.hosts.files import RESULTS
     from spile.hosts.run import Job, SessionTimes
     from spile.view.hosts import Logs, print_outcomes
 
     console = Output(highlight=False)
     pace = SessionTimes(grace=grace + 10.0)
-    with Logs(hosts, run_flags.results(RESULTS), console) as logs:
+    with Logs(hosts, results_folder(logs), console) as written:
         outcomes = fanout.run(
-            hosts, Job(line, folder), access=where.access(), output=logs.write, pace=pace, variables=_variables
+            hosts, Job(line, folder), access=where.access(), output=written.write, pace=pace, variables=_variables
         )
-        logs.open()
-    print_outcomes(outcomes, logs, console)
+        written.open()
+    print_outcomes(outcomes, written, console)
     return fanout.worst(outcomes)
 
 

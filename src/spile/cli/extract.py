@@ -120,7 +120,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handled(leaving(Interrupted.exit_code), signal.SIGTERM)
-    with pod.joined(log, identity) as hosts, between:
+    with pod.joined(identity) as hosts, between:
         return work_on_claims(
             spec.data,
             spec.output,
@@ -193,7 +193,7 @@ def run_stream(
     from spile.worker.pod.pod import log_devices
     from spile.worker.signals import end_soon
 
-    joined = pod.joined(log, identity) if hosts is None else nullcontext(hosts)
+    joined = pod.joined(identity) if hosts is None else nullcontext(hosts)
     with joined as hosts, watched(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
@@ -263,6 +263,6 @@ def check(*, flags: PodFlags | None = None) -> int:
     """
     from spile.worker.pod.pod import check_pod
 
-    with (flags or PodFlags()).joined(log) as hosts:
+    with (flags or PodFlags()).joined() as hosts:
         check_pod(hosts, log)
     return 0

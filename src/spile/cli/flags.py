@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
@@ -300,7 +300,7 @@ class PodFlags:
         )
 
     @contextlib.contextmanager
-    def joined(self, log: Callable[[str], None], identity: Identity | None = None) -> Iterator[WorkerGroup]:
+    def joined(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
         from spile.worker.pod.pod import PodTimes, joined_group
         from spile.worker.signals import before_exit, interrupting

@@ -554,34 +554,32 @@ def recreate_preempted(
 
 
 def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
+    from spile.fleet.provider import Node
     from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
 
+    rows: list[dict[str, Any]] = []
     every: list[Node | QueuedResource] = [*nodes, *queued]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": each.name,
-            "zone": each.zone,
-            "state": each.state.value,
-            "type": each.accelerator_type,
-            "preemptible": None,
-            "fleet": each.labels.get(FLEET_LABEL),
-            "worker": None,
-            "addresses": [],
-        }
-        for each in every
-    ]
-    for row, node in zip(rows, nodes, strict=False):
-        row["preemptible"], row["worker"] = node.preemptible, node.labels.get(WORKER_LABEL)
-        row["addresses"] = [end.external or end.internal for end in node.endpoints]
+    for each in every:
+        node = each if isinstance(each, Node) else None
+        rows.append(
+            {
+                "name": each.name,
+                "zone": each.zone,
+                "state": each.state.value,
+                "type": each.accelerator_type,
+                "preemptible": node and node.preemptible,
+                "fleet": each.labels.get(FLEET_LABEL),
+                "worker": node and node.labels.get(WORKER_LABEL),
+                "addresses": [end.external or end.internal for end in node.endpoints] if node else [],
+            }
+        )
     if as_json:
         print(json.dumps(rows, indent=1))
         return
     table = table_of("NAME", "ZONE", "STATUS", "TYPE", "FLEET", "WORKER", "ADDRESS")
     for row in rows:
         words = [row[key] or "" for key in ("name", "zone", "state", "type", "fleet", "worker")]
-        addresses = row["addresses"]
-        first = addresses[0] if isinstance(addresses, list) and addresses else ""
-        table.add_row(*map(str, words), str(first))
+        table.add_row(*map(str, words), next(iter(row["addresses"]), ""))
     console = output(soft_wrap=True)
     console.print(table)
     counted = {node.state.value for node in nodes}

@@ -58,15 +58,18 @@ class HostCommandFlags:
             raise SpecError("two commands" if words else "no command", expected="one, after -- or with --command")
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))
 
-    def results(self, prefix: str) -> Path:
-        """Return a folder that does not exist yet: the given one, or one named after the time."""
-        if self.logs is not None:
-            if self.logs.exists():
-                raise SpecError("--logs names an existing folder", expected="a new folder", found=self.logs)
-            return self.logs
-        stem = f"{prefix}{datetime.now():%Y%m%d-%H%M%S}"
-        names = (Path(f"{stem}-{again}" if again else stem) for again in count())
-        return next(path for path in names if not path.exists())
+
+def results_folder(logs: Path | None) -> Path:
+    """Return the folder for the logs, which must not exist yet: the given one, or one named after the time."""
+    from spile.hosts.files import RESULTS
+
+    if logs is not None:
+        if logs.exists():
+            raise SpecError("--logs names an existing folder", expected="a new folder", found=logs)
+        return logs
+    stem = f"{RESULTS}{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path(f"{stem}-{again}" if again else stem) for again in count())
+    return next(path for path in names if not path.exists())
 
 
 class Output(Console):
@@ -88,11 +91,11 @@ def run(
     hosts and leaves no process behind. The exit code is the worst one of the hosts.
     """
     from spile.hosts import run as fanout
-    from spile.hosts.files import RESULTS, copy_to, load
+    from spile.hosts.files import copy_to, load
     from spile.hosts.run import Job
     from spile.view.hosts import Logs, print_outcomes
 
-    line, given, results = flags.line(words), variables(flags.env), flags.results(RESULTS)
+    line, given, results = flags.line(words), variables(flags.env), results_folder(flags.logs)
     console = Output(highlight=False)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
@@ -218,7 +221,7 @@ def _print_stored_log(
     for line in found:
         console.print(line, markup=False, soft_wrap=True)
     if not found:
-        console.print(f"nothing is kept of {name}" + (f" with {grep}" if grep else " yet"), markup=False, style="dim")
+        console.print(f"no log of {name} is stored" + (f" with {grep}" if grep else " yet"), markup=False, style="dim")
     return 0
 
 

@@ -21,12 +21,13 @@ from rich.text import Text
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import ExtractFlags, flag
 from spile.errors import SpecError
-from spile.models.architecture import parameter_count
+from spile.models.architecture import flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
-from spile.planning.cost import START_SECONDS, Estimate, Rates, refuse_over_budget
+from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
 from spile.planning.machines import HERE, Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
-from spile.view.table import output
+from spile.spec.taps import Tap, row_bytes, tap_rows
+from spile.view.table import Lasting, output
 
 if TYPE_CHECKING:
     from spile.planning.bench import BenchResult
@@ -181,7 +182,7 @@ def _print(
     here: ThisMachine | None,
 ) -> None:
     volume, lengths = found.volume, found.lengths
-    spread = f"± {2 * lengths.error:.1%}" if len(lengths.counted) > 1 else "too few to tell how far off"
+    spread = f"± {2 * lengths.error:.1%}" if len(lengths.counted) > 1 else "too few to estimate the error"
     how = "all counted" if lengths.exact else f"{len(lengths.counted):,} counted, {spread}"
     about = "" if lengths.head is None else "about "
     basis = "" if lengths.head is None else f" (an estimate from the first {counted(lengths.head, 'row')})"
@@ -373,25 +374,21 @@ _LENGTH = 1024
 
 def models(
     *,
-    json: Annotated[bool, Parameter(help="Print one JSON object per family instead of a table.", negative="")] = False,
+    json_: Annotated[
+        bool, Parameter(name="--json", help="Print one JSON object per family instead of a table.", negative="")
+    ] = False,
 ) -> int:
     """List the model families that spile implements, with the size and cost of one model of each.
 
     The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
     spile plan works out any other run. extract and infer run any other model of transformers in PyTorch, slower.
     """
-    from rich.table import Table
-
-    from spile.view.table import Lasting
-
     console = Lasting(highlight=False)
     prices = list_prices()
     rows = [_example_size(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
-    if json:
-        from json import dumps
-
+    if json_:
         for row in rows:
-            console.print(dumps(row), markup=False, soft_wrap=True)
+            console.print(json.dumps(row), markup=False, soft_wrap=True)
         return 0
     table = Table(box=None, pad_edge=False)
     for title in ("family", "for example", "weights", "per token", "10⁹ tokens"):
@@ -412,10 +409,6 @@ def models(
 
 
 def _example_size(family: str, machine: Machine) -> dict[str, Any]:
-    from spile.models.architecture import flops_per_token, parameter_count
-    from spile.planning.cost import Volume, estimate
-    from spile.spec.taps import Tap, row_bytes, tap_rows
-
     name, fields = FAMILIES[family].example
     config = read_config({"model_type": family, **fields})
     rows = [tap_rows(Tap("residual", layer), config.sizes(layer), "bfloat16") for layer in range(config.n_layers)]

@@ -385,7 +385,7 @@ def _fault(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     message = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"a fault in spile, or in what it uses: {message} ({where}); the same command with --debug shows more"
+    return f"an unexpected error in spile or a library: {message} ({where}); the same command with --debug shows more"
 
 
 def _config(words: list[str]) -> tuple[list[str], str | None]:

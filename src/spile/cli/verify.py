@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,23 +33,42 @@ _BAD_ROWS = 5
 _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class VerifyFlags:
+    """What is checked, and what is done about what was found."""
+
+    streams: Annotated[str | None, Parameter(help="Only these streams: 0-3,7. [default: all that the data has]")] = None
+    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare them.")] = 0
+    seed: Annotated[int, Parameter(help="The seed that chooses the samples to recompute.")] = 0
+    max_samples: Annotated[
+        int | None, Parameter(help="The expected number of samples of each stream. [default: as the run was asked for]")
+    ] = None
+    gc: Annotated[bool, Parameter(negative="", help="List orphaned shards and unfinished uploads.")] = False
+    repair: Annotated[
+        bool, Parameter(negative="", help="List commits that were written before their stream was started again.")
+    ] = False
+    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: set them aside.")] = False
+    older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0
+
+    def check(self) -> None:
+        """Raise for numbers below their least value, and for flags that exclude each other."""
+        numbers = ("--recompute", self.recompute, 0), ("--seed", self.seed, 0), ("--max-samples", self.max_samples, 1)
+        for flag, value, least in (*numbers, ("--older-than", self.older_than, 0)):
+            if value is not None and not least <= value < math.inf:
+                raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
+        if self.yes and not (self.gc or self.repair):
+            raise SpecError("--yes", expected="--gc or --repair as well", found="--yes alone")
+        if self.gc and self.repair:
+            raise SpecError("--repair", expected="no --gc", found="--gc as well")
+        if self.gc and self.streams is not None:
+            raise SpecError("--gc", expected="all streams", found="--streams")
+
+
 def verify(
     root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
     *,
-    streams: Annotated[
-        str | None, Parameter(help="Only these streams: 0-3,7. [default: all that the data has]")
-    ] = None,
-    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare them.")] = 0,
-    seed: Annotated[int, Parameter(help="The seed that chooses the samples to recompute.")] = 0,
-    max_samples: Annotated[
-        int | None, Parameter(help="The expected number of samples of each stream. [default: as the run was asked for]")
-    ] = None,
-    gc: Annotated[bool, Parameter(negative="", help="List orphaned shards and unfinished uploads.")] = False,
-    repair: Annotated[
-        bool, Parameter(negative="", help="List commits that were written before their stream was started again.")
-    ] = False,
-    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: set them aside.")] = False,
-    older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0,
+    flags: VerifyFlags = VerifyFlags(),  # noqa: B008  (frozen)
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
     part: Annotated[str | None, Parameter(show=False, help="Check only these shards, for --engine.")] = None,
     engine: WorkerFlags | None = None,
@@ -67,16 +86,7 @@ def verify(
     from spile.store.verification import verify as prove
     from spile.store.verification import verify_part
 
-    least_values = ("--recompute", recompute, 0), ("--seed", seed, 0), ("--max-samples", max_samples, 1)
-    for flag, value, least in (*least_values, ("--older-than", older_than, 0)):
-        if value is not None and not least <= value < math.inf:
-            raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
-    if yes and not (gc or repair):
-        raise SpecError("--yes", expected="--gc or --repair as well", found="--yes alone")
-    if gc and repair:
-        raise SpecError("--repair", expected="no --gc", found="--gc as well")
-    if gc and streams is not None:
-        raise SpecError("--gc", expected="all streams", found="--streams")
+    flags.check()
     decode, unchecked = answer_decoder(root)
     if part is not None:
         print(json.dumps(verify_part(open_folder(root), DatasetPart.parse(part), decode, unchecked)))
@@ -87,15 +97,15 @@ def verify(
     ):
         report = prove(
             root,
-            streams=None if streams is None else parse_numbers("--streams", streams),
-            max_samples=max_samples,
-            recompute=_recomputer(root) if recompute else None,
-            k=recompute,
-            seed=seed,
-            gc=gc,
-            remove=gc and yes,
-            repair=repair and yes,
-            older_than=older_than * 3600,
+            streams=None if flags.streams is None else parse_numbers("--streams", flags.streams),
+            max_samples=flags.max_samples,
+            recompute=_recomputer(root) if flags.recompute else None,
+            k=flags.recompute,
+            seed=flags.seed,
+            gc=flags.gc,
+            remove=flags.gc and flags.yes,
+            repair=flags.repair and flags.yes,
+            older_than=flags.older_than * 3600,
             progress=progress,
             decode=decode,
             run_parts=run_parts,
@@ -224,13 +234,14 @@ def _show_garbage(report: Report, console: Console) -> None:
     if young:
         console.print(
             f"{young} younger than --older-than allows (default: 1 hour): spile verify {report.root} --gc --yes "
-            "--older-than 0 removes them, where no worker is alive",
+            "--older-than 0 removes them; use it only if no worker is running",
             soft_wrap=True,
         )
     if waiting:
         total = size(sum(item.size or 0 for item in waiting))
         console.print(
-            f"{len(waiting)} can go ({total}): spile verify {report.root} --gc --yes removes them", soft_wrap=True
+            f"{len(waiting)} can be removed ({total}): spile verify {report.root} --gc --yes removes them",
+            soft_wrap=True,
         )
 
 

@@ -91,7 +91,7 @@ def test_the_variable_is_the_workers_number_wherever_one_process_runs(
 def test_a_stream_number_that_differs_from_the_variable_is_reported() -> None:
     spec, output = taken({"model": "m", "dataset": "d/stream_002.jsonl"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.worker_id == 2
-    assert output == ["TPU_WORKER_ID=5 does not count: d/stream_002.jsonl is stream 2 (--worker-id says otherwise)"]
+    assert output == ["TPU_WORKER_ID=5 is ignored: d/stream_002.jsonl is stream 2 (--worker-id overrides it)"]
 
 
 def test_a_variable_that_is_no_number() -> None:

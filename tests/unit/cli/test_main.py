@@ -304,7 +304,7 @@ def test_a_fault_of_our_own_is_one_line_too(
     code, out, err = spile("extract")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith(
-        "spile: a fault in spile, or in what it uses: ZeroDivisionError: a [bold]thing happened (test_main"
+        "spile: an unexpected error in spile or a library: ZeroDivisionError: a [bold]thing happened (test_main"
     )
     assert err.endswith("; the same command with --debug shows more\n")
     with pytest.raises(ZeroDivisionError):

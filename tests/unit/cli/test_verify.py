@@ -82,7 +82,7 @@ def test_garbage_is_listed_then_removed(tmp_path: Path, capsys: pytest.CaptureFi
     assert spile("verify", str(tmp_path), "--gc") == 0
     text = capsys.readouterr().out
     assert f"orphaned shard: {tmp_path}/tpu_0/{name}, " in text
-    assert "1 can go (" in text
+    assert "1 can be removed (" in text
     assert f"spile verify {tmp_path} --gc --yes removes them" in text
     assert spile("verify", str(tmp_path), "--gc", "--older-than", "3", "--yes") == 0
     assert (tmp_path / "tpu_0" / name).exists()
