@@ -41,6 +41,7 @@ def unexplained(line: str) -> float:
     return float(line.split(": ")[1].split()[0])
 
 
+@pytest.mark.slow
 def test_the_sae_learns_and_continues_where_it_was_stopped(demo: str, tmp_path: Path) -> None:
     words = ("train_sae.py", demo, "--features", "128", "--batch-rows", "256", "--k", "8")
     (first,) = run(tmp_path, *words, "--steps", "20").splitlines()
@@ -78,12 +79,14 @@ def learns(folder: Path, *words: str) -> None:
     assert 0 < unexplained(line) < 0.8, words[0]
 
 
+@pytest.mark.slow
 def test_a_crosscoder_of_two_models_and_a_temporal_sae_learn(demo: str, tmp_path: Path) -> None:
     extracted(tmp_path / "b", "--dataset", f"spile:{demo}", "--store-dtype", "float32")
     learns(tmp_path, "crosscoder_models.py", f"{demo}:residual.1", "b:residual.1")
     learns(tmp_path, "temporal_sae.py", demo, "residual.1")
 
 
+@pytest.mark.slow
 def test_an_sae_learns_without_storing(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text(
         "\n".join(f"The number {number} follows {number - 1}." for number in range(300))
@@ -106,6 +109,7 @@ def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
     assert min(best.values()) > guess + 20
 
 
+@pytest.mark.slow
 def test_training_data_for_a_draft_model(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="datasets needs torch to open what speculators reads")
     hub = pytest.importorskip("datasets")

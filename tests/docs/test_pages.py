@@ -104,6 +104,7 @@ def test_the_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.
         exec(compile(block, page, "exec"), names)
 
 
+@pytest.mark.slow
 def test_the_training_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs/guides/training.md"
     monkeypatch.chdir(tmp_path)

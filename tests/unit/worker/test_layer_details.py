@@ -34,6 +34,7 @@ def test_names_of_patterns_and_gradients() -> None:
             Tap.parse(bad)
 
 
+@pytest.mark.slow
 def test_generated_tokens_have_the_patterns_of_a_forward_pass(tmp_path: Path) -> None:
     taps = ["pattern.1", "head_out.2.0"]
     spile.infer("embedded", TEXTS, tmp_path, taps=taps, max_new_tokens=11, store_dtype="float32", attention_top=64)

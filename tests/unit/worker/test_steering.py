@@ -122,6 +122,7 @@ def test_the_hash_depends_on_the_numbers_and_not_on_their_file() -> None:
     assert steering_hash(read_steering([], CONFIG)) is None
 
 
+@pytest.mark.slow
 def test_answers_are_steered_and_recomputed_with_the_same_vectors(vectors: Path) -> None:
     options: dict[str, Any] = {"taps": ["residual.0", "residual.4"], "store_dtype": "float32"}
     spile.extract("embedded", TEXTS[:2], vectors / "plain", **options)

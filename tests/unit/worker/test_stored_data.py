@@ -35,6 +35,7 @@ def without_template(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_base_model_reads_the_tokens_of_a_chat_model(tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / name) for name in "abc")
     base = without_template(tmp_path / "base")

@@ -101,6 +101,7 @@ def test_worker_processes_give_the_same_batches_and_their_end_is_an_error(stream
         list(spile.stream("embedded", TEXTS, TAPS, workers="slurm:2").shuffled(TAPS[0], **HOW))
 
 
+@pytest.mark.slow
 def test_a_state_continues_in_another_process_of_the_same_run(stream: ActivationStream) -> None:
     whole = list(stream.shuffled(TAPS[0], context=True, epochs=2, **HOW))
     reader = stream.shuffled(TAPS[0], context=True, epochs=2, **HOW)
