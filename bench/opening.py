@@ -1,7 +1,7 @@
 """Measure how long a dataset of many streams takes to open in a bucket: ``python -m bench.opening [STREAMS SHARDS]``.
 
-The fake GCS is another process and answers each request after 50 ms. The dataset has 10,000 streams of 10 shards unless
-told otherwise; the shards themselves are one byte, because opening does not read them. It is opened without its index,
+The fake GCS is another process and answers each request after 50 ms. The dataset has 10,000 streams of 10 shards by
+default; the shards themselves are one byte, because opening does not read them. It is opened without its index,
 which is how a run without one, or with a stale one, is opened, and with it.
 """
 

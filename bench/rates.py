@@ -97,5 +97,5 @@ def show(found: dict[str, Twice], base: Twice, ours: Sequence[str] = ()) -> None
         ]
         slowest = [min(found[label][time_of].rows for label in ours) if ours else 0.0 for time_of in range(2)]
         behind = [f"{slow / each.rows:.1f}" for slow, each in zip(slowest, both, strict=True)]
-        beside = f"   spile's slowest: {' and '.join(behind)} ×" if ours and name not in ours else ""
-        print(f"  {name:44} {'   '.join(cells)}{beside}", flush=True)
+        suffix = f"   spile's slowest: {' and '.join(behind)} ×" if ours and name not in ours else ""
+        print(f"  {name:44} {'   '.join(cells)}{suffix}", flush=True)

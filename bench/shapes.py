@@ -86,8 +86,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "norm_topk_prob": True,
     },
 }  # fmt: skip
-"""One small model of each family, and one of each kind at a size that people use (Gemma 2's vocabulary cut: nobody
-computes its head)."""
+"""One small model of each family, and one of each kind at a size that people use (Gemma 2 has a smaller vocabulary,
+because its head is not computed)."""
 SHAPES |= {name: {"tie_word_embeddings": True, **about} for name, about in FAMILIES.items()}
 
 

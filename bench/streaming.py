@@ -141,7 +141,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="tokens that the model computes in each run")
     parser.add_argument("--read-all", action="store_true", help="also read and tokenize all rows without a model")
     parser.add_argument("--only-rows", action="store_true", help="only read and hash all rows: how the memory grows")
-    parser.add_argument("--workers", type=int, default=0, help="also run so many workers on this machine at once")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="also run this number of workers on this machine at once"
+    )
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder, cache, output = (Path(place) / name for name in ("data", "cache", "out"))

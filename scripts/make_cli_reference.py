@@ -85,8 +85,8 @@ def _anchor(name: str) -> str:
 
 def _section(command: Command) -> str:
     function = application(command).default_command
-    told = inspect.getdoc(function) or ""
-    paragraphs = [" ".join(part.split()).replace("``", "`") for part in told.split("\n\n")]
+    text = inspect.getdoc(function) or ""
+    paragraphs = [" ".join(part.split()).replace("``", "`") for part in text.split("\n\n")]
     groups: dict[str, list[str]] = {}
     order: dict[str, float] = {}
     for argument in flags(command):

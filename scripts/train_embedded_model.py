@@ -313,7 +313,7 @@ def summary(tests: list[tuple[str, str, Lesson]], right: list[bool]) -> dict[str
 
 
 def main() -> None:
-    """Train for so many minutes, or steps; write the weights and the curve."""
+    """Train for the given minutes or steps; write the weights and the curve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=4.5)

@@ -111,7 +111,9 @@ def test_a_stop_at_every_batch(base: Path, tmp_path: Path, writers: int) -> None
             interrupted += 1
             (problem,) = verify(folder).all_problems
             assert problem.kind == "missing"
-            assert problem.text.startswith(f"mlp.0 mlp.1 z.1 beside {3 - shards} of 3 shards; spile extract --add-taps")
+            assert problem.text.startswith(
+                f"mlp.0 mlp.1 z.1: not yet added to {3 - shards} of 3 shards; spile extract --add-taps"
+            )
             assert spile.open(str(root)).taps == tuple(map(str, TAPS))
             assert add(folder)[0]
         assert_added(root)

@@ -266,11 +266,11 @@ def check_quota(client: CloudTpu, fleet: FleetSpec) -> Iterator[str]:
 
 def _compare(limit: QuotaLimit, place: str, held: int, count: int, machine: Machine) -> str:
     value, needed = limit.values[place], held + count * _size(machine.name)
-    beside = f" and {held} in use" if held else ""
+    in_use = f" and {held} in use" if held else ""
     if value >= 0 and needed > value:
         raise Quota(
             f"{place}: quota {limit.name} is too small for this fleet",
-            expected=f"{needed}, for {counted(count, 'new machine')} {machine.name}{beside}",
+            expected=f"{needed}, for {counted(count, 'new machine')} {machine.name}{in_use}",
             found=str(value),
             fix="ask for more quota, deploy fewer workers, or use another zone or --tpu-type",
         )

@@ -241,7 +241,7 @@ _SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
-    return f"{os.environ.get('USER', 'somebody')}@{socket.gethostname()}"
+    return f"{os.environ.get('USER', 'unknown')}@{socket.gethostname()}"
 
 
 def bucket_clock(folder: Folder) -> Callable[[], float]:

@@ -301,24 +301,24 @@ def _pull_tar(transfers: Transfers, host: Host, place: str, into: Path) -> Moved
     assert process.stdout is not None  # noqa: S101
     process.stdin.close()
     process.stdin = None  # Otherwise communicate would flush it.
-    beside = into / _INCOMING
-    shutil.rmtree(beside, ignore_errors=True)
+    incoming = into / _INCOMING
+    shutil.rmtree(incoming, ignore_errors=True)
     try:
         with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            archive.extractall(beside, filter="data")  # No file leaves the folder; no setuid bits.
+            archive.extractall(incoming, filter="data")  # No file leaves the folder; no setuid bits.
     except tarfile.TarError as error:
         _, err = process.communicate()
         raise _error(host, process.returncode, err or str(error).encode()) from error
     _, err = process.communicate()
     if process.returncode != 0:
         raise _error(host, process.returncode, err)
-    files = [path for path in sorted(beside.rglob("*")) if path.is_symlink() or path.is_file()]
+    files = [path for path in sorted(incoming.rglob("*")) if path.is_symlink() or path.is_file()]
     size = sum(path.lstat().st_size for path in files)
     for path in files:
-        final = into / path.relative_to(beside)
+        final = into / path.relative_to(incoming)
         final.parent.mkdir(parents=True, exist_ok=True)
         path.replace(final)
-    shutil.rmtree(beside)
+    shutil.rmtree(incoming)
     return Moved(len(files), size, size)
 
 

@@ -149,7 +149,7 @@ class ShardRecord:
         )
         numbers = (record.size, record.tokens, *record.header, *record.samples.bounds())
         if not 0 <= min(numbers) <= max(numbers) < _MOST or record.header[0] > record.size:
-            raise ValueError(f"{record.name!r} has an invalid shard number")
+            raise ValueError(f"{record.name!r} has a number out of range")
         answers = record.predictions
         if not is_shard(record.name) or (answers is not None and answers.name != predictions_name(record.name)):
             raise ValueError(f"{record.name!r} is not the name of a shard, or its answers have a different name")
@@ -218,7 +218,7 @@ class Commit:
             )
             numbers = (commit.number, commit.end or 0, *(skip.index for skip in commit.skipped))
             if not 0 <= min(numbers) <= max(numbers) < _MOST:
-                raise ValueError("a number that is none of a sample's")
+                raise ValueError("a number is out of range")
             if commit.created:
                 datetime.fromisoformat(commit.created)
             return commit

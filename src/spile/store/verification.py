@@ -402,12 +402,13 @@ def _judge_added(stream: _StreamEvidence, added: _StreamEvidence) -> list[Proble
     found = Counter(alignment(shard) for shard in added.shards)
     problems = []
     if strange := found.keys() - own.keys():
-        text = f"{len(strange)} of its shards are row for row beside none of the stream's"
+        text = f"{len(strange)} of its shards do not have the rows of any shard of the stream"
         problems.append(Problem("damaged", where, text))
     if any(count > 1 for count in found.values()):
         problems.append(Problem("doubled", where, "rows of one of the stream's shards are there twice"))
     if absent := own.keys() - found.keys():
-        text = f"{taps} beside {len(absent)} of {len(own)} shards; spile extract --add-taps {taps} finishes them"
+        progress = f"{taps}: not yet added to {len(absent)} of {len(own)} shards"
+        text = f"{progress}; spile extract --add-taps {taps} finishes them"
         problems.append(Problem("missing", where, text))
     return problems
 
