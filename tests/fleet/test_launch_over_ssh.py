@@ -38,7 +38,8 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
     create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {}, every=0.02)
     fleet = publish(home, fleet, lambda _: None)
     assert "create it with --create-tpus" in list_existing(client, fleet)[1].detail
-    assert prepare_bare_machines(client, fleet, home.folder.url) == [fleet.workers[0].name]
+    assert prepare_bare_machines(client, fleet, home) == [fleet.workers[0].name]
+    assert prepare_bare_machines(client, fleet, home) == [fleet.workers[0].name], "it was not launched yet"
     assert "startup-script" in client.node(ZONE, fleet.workers[0].name).metadata, "from its next boot on it has it"
 
     folder = tmp_path / "hosts"
@@ -71,6 +72,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
         report = home.read_reports()["tpu-us-central1-a-0"]
         assert report.verdict == "refused", "the worker ran, on the machine, with the fleet's flags"
         assert "no_such_field" in report.error
+        assert prepare_bare_machines(client, fleet, home) == [], "it takes the next deployment by itself"
     finally:
         hosts.close()
         _end_what_runs_below(tmp_path)

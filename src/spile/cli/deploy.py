@@ -488,7 +488,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     ssh = steps.launch == "ssh" or bool(steps.adopt)
     if steps.adopt:
         results = manage.adopt(client, fleet, steps.adopt)
-    bare = [] if ssh else prepare_bare_machines(client, fleet, home.folder.url)
+    bare = [] if ssh else prepare_bare_machines(client, fleet, home)
     not_pinned = pin_machines(client, fleet, home.folder.url)
     made_here = ssh or not steps.monitor  # Otherwise the monitor creates them.
     if steps.create_tpus and not steps.adopt and made_here:

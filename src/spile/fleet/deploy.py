@@ -432,7 +432,8 @@ def publish(home: FleetHome, fleet: FleetSpec, log: Callable[[str], None]) -> Fl
     hashes = {key: sha256(content) for key, content in files.items()}
     fleet = replace(fleet, wheel=name, hashes=hashes, former_zones=_former_zones(home, fleet))
     home.write_fleet(fleet)
-    log(f"{name} ({len(data):,} bytes) and the assignment of {len(fleet.workers)} workers are in {home.folder.url}")
+    workers = counted(len(fleet.workers), "worker")
+    log(f"{name} ({len(data):,} bytes) and the assignment of {workers} are in {home.folder.url}")
     log(f"for spile monitor on another computer: --deployment sha256:{sha256(fleet.to_json())}")
     return fleet
 
@@ -445,19 +446,27 @@ def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
     return tuple(sorted({*before.zones, *before.former_zones} - {*fleet.zones}))
 
 
-def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[str]:
+_LAUNCH = "spile-launch"
+"""The metadata entry of a machine that has to be launched over ssh, because it booted without the startup script."""
+
+
+def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: FleetHome) -> list[str]:
     """Return the fleet's machines that were created without spile's startup script, and give it to them.
 
-    The script in their metadata counts from their next boot on. Until then they have to be launched over ssh.
+    The script in their metadata counts from their next boot on. Until then they have to be launched over ssh. A machine
+    that has not reported since its creation is launched again: an earlier attempt may have failed.
     """
     names = {worker.name for worker in fleet.workers}
     bare = []
     for node in list_nodes(provider, fleet.zones):
-        if node.name not in names or not owns(fleet.name, node) or node.metadata.get("spile-home") == home:
+        if node.name not in names or not owns(fleet.name, node) or node.state.life is not Life.ALIVE:
             continue
-        if node.state.life is not Life.ALIVE:
-            continue
-        wanted = machine_metadata(home, node.name, startup_script(), sha256(fleet.to_json()))
+        if node.metadata.get("spile-home") == home.folder.url:
+            report = home.read_report(node.name)
+            if _LAUNCH not in node.metadata or (report is not None and report.updated > node.created):
+                continue
+        wanted = machine_metadata(home.folder.url, node.name, startup_script(), sha256(fleet.to_json()))
+        wanted[_LAUNCH] = "ssh"
         kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # Its hosts may use it.
         provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})
         bare.append(node.name)

@@ -136,10 +136,16 @@ def _status_word(each: WorkerStatus) -> str:
 
 
 def _story(each: WorkerStatus) -> str:
-    """Return the worker's phase, its zone if it moved, and its preemptions and crashes."""
+    """Return the worker's phase, its zone if it moved, its preemptions and crashes, and the note about its machine.
+
+    If the worker does not run, the note is the most important part: the column may be cut.
+    """
+    note = "" if each.past.finished else each.note.partition("\n")[0]
     parts = []
     if each.past.finished:
         parts.append("finished")
+    elif note and each.machine.life is Life.ALIVE and not each.healthy:
+        parts.append(note)
     elif each.view is not None and each.view.phase and each.machine.life is Life.ALIVE:
         age = "" if each.view.age is None else f" ({ago(each.view.age)})"
         parts.append(f"{each.view.phase}{age}")
@@ -148,9 +154,7 @@ def _story(each: WorkerStatus) -> str:
     for count, word in ((each.past.preemptions, "preempted"), (each.past.crashes, "crashed")):
         if count:
             parts.append(f"{word} {count}×")
-    if each.note and not each.past.finished and each.machine.life is not Life.ALIVE:
-        parts.append(each.note.partition("\n")[0])
-    return ", ".join(parts)
+    return ", ".join([*parts, *([note] if note and note not in parts else [])])
 
 
 def _news(status: FleetStatus) -> list[Text]:
