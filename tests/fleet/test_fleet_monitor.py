@@ -427,7 +427,8 @@ def test_a_gone_machine_counts_neither_in_tokens_per_second_nor_in_the_time_left
         record = {"format": FORMAT, "id": "1" * 16, "worker_id": number, "fingerprint": "f", "data": "d", "sha256": "s"}
         folder = root.child(stream_folder(number, "tpu"))
         folder.put(STREAM, seal({**record, "lines": 10, "samples": 10, "taps": []}, indent=1))
-        beat = Beat("a", "h", Phase.RUNNING, 5, 5, 500, 1, 1, rate, 0, 10, now, now, "1", progressed=now)
+        worker = {"attempt": "a", "host": "h", "started": now, "updated": now, "version": "1", "progressed": now}
+        beat = Beat(Phase.RUNNING, 5, 5, 500, 1, 1, rate, 0, 10, **worker)
         folder.put(PROGRESS, json.dumps(beat.to_json()).encode())
         assert ClaimBook(root, monitor.fleet.workers[number].name).take([number]) is not None
     status = monitor.step()

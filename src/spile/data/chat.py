@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ class ChatTemplate:
 
     source: str
     named: Mapping[str, str]
-    _skeletons: dict[tuple[tuple[str, ...], bool], list[str] | None] = field(default_factory=dict)
+    _trims: bool = False
+    """Whether the template removed the white space around the contents of the last chat."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -149,34 +150,16 @@ class ChatTemplate:
         return _OPEN not in text
 
     def _spans(self, messages: Sequence[Message], answer: bool, text: str) -> tuple[Span, ...] | None:
-        plain = all(set(message) == {"role", "content"} and isinstance(message["content"], str) for message in messages)
-        if plain:
-            names = tuple(str(message["role"]) for message in messages)
-            if (names, answer) not in self._skeletons:
-                if len(self._skeletons) >= 256:
-                    self._skeletons.clear()
-                self._skeletons[names, answer] = self._skeleton(names, answer)
-            pieces = self._skeletons[names, answer]
-            for trimmed in (False, True):
-                contents = [m["content"].strip() if trimmed else m["content"] for m in messages]
-                spans = None if pieces is None else _fit(pieces, contents, names, text)
-                if spans is not None:
-                    return spans
-        for trimmed in (False, True):
+        """Find the spans of the contents, as they are or without the white space around them."""
+        for trimmed in (self._trims, not self._trims):
             spans = self._marked(messages, answer, text, trimmed)
             if spans is not None:
+                self._trims = trimmed
                 return spans
         return None
 
-    def _skeleton(self, names: Sequence[str], answer: bool) -> list[str] | None:
-        """Return the template's own text around the contents, or None if it does not keep their order."""
-        marks = [{"role": name, "content": f"{_OPEN}{n}{_CLOSE}"} for n, name in enumerate(names)]
-        parts = _MARK.split(self._render(marks, answer))
-        in_order = [int(number) for number in parts[1::2]] == list(range(len(names)))
-        return parts[::2] if in_order else None
-
     def _marked(self, messages: Sequence[Message], answer: bool, text: str, trimmed: bool) -> tuple[Span, ...] | None:
-        """Find the spans by marks around each content, for templates whose text depends on the contents."""
+        """Find the spans by rendering the chat again with marks around each content."""
         owners: list[str] = []
 
         def wrap(value: str, owner: str) -> str:
@@ -219,17 +202,6 @@ def _between(parts: Sequence[str], owners: Sequence[str]) -> Iterator[Span]:
         if number >= 0 and number % 2 == 0:
             opened[number // 2] = place
         elif number >= 0 and number // 2 in opened and number // 2 < len(owners):  # a template can write marks too
-            role = ROLES.get(owners[number // 2])
-            if role is not None:
-                yield Span(opened.pop(number // 2), place, role)
-
-
-def _fit(pieces: Sequence[str], contents: Sequence[str], names: Sequence[str], text: str) -> tuple[Span, ...] | None:
-    """Return the spans if the text is exactly the pieces with the contents between them, else None."""
-    place, spans = len(pieces[0]), []
-    for content, name, piece in zip(contents, names, pieces[1:], strict=True):
-        if name in ROLES and content:
-            spans.append(Span(place, place + len(content), ROLES[name]))
-        place += len(content) + len(piece)
-    whole = "".join([pieces[0], *(part for pair in zip(contents, pieces[1:], strict=True) for part in pair)])
-    return tuple(spans) if whole == text else None
+            begin, role = opened.pop(number // 2), ROLES.get(owners[number // 2])
+            if role is not None and begin < place:
+                yield Span(begin, place, role)

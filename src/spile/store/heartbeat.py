@@ -53,21 +53,12 @@ class Reading:
         return replace(self, tokens_per_second=0.0, retries=0) == replace(before, tokens_per_second=0.0, retries=0)
 
 
-@dataclass(frozen=True)
-class Beat:
+@dataclass(frozen=True, kw_only=True)
+class Beat(Reading):
     """A reading with the worker that wrote it and the time."""
 
     attempt: str
     host: str
-    phase: Phase
-    samples: int
-    samples_committed: int
-    tokens: int
-    shards_written: int
-    shards_committed: int
-    tokens_per_second: float
-    retries: int
-    expected: int | None
     started: str
     updated: str
     version: str
