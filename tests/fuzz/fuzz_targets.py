@@ -72,7 +72,7 @@ from spile.store.streams import finished_quarantines
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import _Caller, _Roll
-from spile.worker.resolve import with_stops
+from spile.worker.resolve import add_stop_tokens
 from world import produce, run_identity
 
 OURS = (SpileError, RequestFailure)
@@ -353,7 +353,7 @@ class Targets:
 
         def read(data: bytes) -> None:
             (folder / "generation_config.json").write_bytes(data)
-            with_ours(lambda: with_stops(GenerationSpec(), files, tokenizer))
+            with_ours(lambda: add_stop_tokens(GenerationSpec(), files, tokenizer))
 
         return (b'{"eos_token_id": [1, 2]}', b'{"eos_token_id": 3, "temperature": 0.5}'), read
 

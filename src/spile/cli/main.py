@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from spile.errors import Interrupted
-from spile.worker.signals import INTERRUPTED, handled, interruptible, leaving
+from spile.worker.signals import INTERRUPTED, exit_handler, handled, interruptible
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         code = Interrupted.exit_code
-        with handled(leaving(code), signal.SIGINT):  # For a second Ctrl+C.
+        with handled(exit_handler(code), signal.SIGINT):  # For a second Ctrl+C.
             print(INTERRUPTED, file=sys.stderr)
-    atexit.register(signal.signal, signal.SIGINT, leaving(code))  # Runs first, before exit handlers of libraries.
+    atexit.register(signal.signal, signal.SIGINT, exit_handler(code))  # Runs first, before exit handlers of libraries.
     sys.exit(code)
 
 

@@ -51,14 +51,14 @@ def precision(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def _chunk(length: int) -> int:
-    """Return the number of queries per chunk. A chunk skips the keys behind it, and only its scores exist at once."""
+    """Return the number of queries per chunk. Keys after a chunk are skipped, and only its own scores are in memory."""
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
     """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
     chunks = [
-        masked(q[:, queries], k[:, keys], v[:, keys], seen, how)
+        masked_attention(q[:, queries], k[:, keys], v[:, keys], seen, how)
         for queries, keys, seen in _chunks(segments, how.window)
     ]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
@@ -89,7 +89,7 @@ def largest_weights(
     return weights, places
 
 
-def masked(
+def masked_attention(
     q: Float[Array, "rows queries heads head_dim"],
     k: Float[Array, "rows keys kv_heads head_dim"],
     v: Float[Array, "rows keys kv_heads head_dim"],
@@ -119,7 +119,7 @@ def _softmax(q: Array, k: Array, seen: Array, how: Scoring) -> tuple[Array, Arra
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, heads // kv_heads * length, head_dim)
-    scores = scaled(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, how.softcap)
+    scores = scale_scores(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, how.softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     sink = None if how.sinks is None else how.sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
@@ -146,20 +146,20 @@ def masked_weights(
     return found.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
 
 
-def scaled(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
+def scale_scores(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
     """Scale the products of queries and keys, and apply the soft cap."""
     scores = scores * jnp.float32(head_dim**-0.5)
     return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
 
 
 def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, how: Scoring) -> Array:
-    """Compute :func:`masked` with the fused kernel of cuDNN, which has neither a soft cap nor sinks."""
+    """Compute :func:`masked_attention` with the fused kernel of cuDNN, which has neither a soft cap nor sinks."""
     _refuse_options("cuDNN", how)
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
 
 
 MASKED: Mapping[str, Callable[..., Array]] = {
-    "xla": masked, "blocked": masked, "flash": masked, "cudnn": cudnn_masked,
+    "xla": masked_attention, "blocked": masked_attention, "flash": masked_attention, "cudnn": cudnn_masked,
 }  # fmt: skip
 """By the name of an implementation, the one that takes a mask; the splash kernel does not."""
 
@@ -236,7 +236,7 @@ def _attend(
         seen_values = jax.lax.dynamic_slice(values, (row, 0, at, 0), (1, kv_heads, size, head_dim + 1))[0]
         where = at + jnp.arange(size)
         seen = (where[None] <= place[:, None]) & (where[None] >= first[:, None])
-        scores = scaled(product(block, seen_keys), head_dim, softcap)
+        scores = scale_scores(product(block, seen_keys), head_dim, softcap)
         scores = jnp.where(seen, scores.reshape(kv_heads, -1, len(first), size), _UNSEEN).reshape(scores.shape)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher).astype(block.dtype)

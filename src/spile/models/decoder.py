@@ -180,7 +180,7 @@ def _edited(value: Array, tap: Tap, edit: _EditRows) -> Array:
     return new if heads is None else value.at[:, :, heads].set(new)
 
 
-class Drawn:
+class TapCollector:
     """Collects the values of the taps, each passed through ``keep``, and edits the values of other taps."""
 
     def __init__(self, taps: tuple[Tap, ...], keep: Keep, edits: Sequence[tuple[Tap, _EditRows]] = ()) -> None:
@@ -281,11 +281,11 @@ def forward(
     asked = tuple(tap for tap in taps if tap.gradient)
 
     def compute(keep: Keep, more: Sequence[tuple[Tap, Edit]]) -> tuple[dict[Tap, Any], Array | None]:
-        drawn = Drawn(plain, keep, bound_edits(params, [*edits, *more], info))
-        x = hidden(params, info, segments, config, runs, attention, mixture, drawn, remat=bool(asked))
+        collector = TapCollector(plain, keep, bound_edits(params, [*edits, *more], info))
+        x = hidden(params, info, segments, config, runs, attention, mixture, collector, remat=bool(asked))
         if not head_needed(taps):
-            return drawn.kept, None
-        return drawn.kept, report_head_taps(x, tokens, segments, params, config, taps, drawn.at(None))
+            return collector.kept, None
+        return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.at(None))
 
     kept = compute(keep, ())[0] if not asked else _with_gradients(compute, asked, config, keep, params, info, segments)
     return tuple(kept[taps[group[0]]] for group in tap_groups(taps, runs))
@@ -328,15 +328,15 @@ def hidden(
     runs: Sequence[LayerRun],
     attention: str | Attention,
     mixture: str | Mixture,
-    drawn: Drawn,
+    collector: TapCollector,
     *,
     remat: bool = False,
 ) -> Hidden:
-    """Return the residual stream after the last layer of these runs; ``drawn`` collects the taps.
+    """Return the residual stream after the last layer of these runs; ``collector`` collects the taps.
 
     ``remat``: a backward pass follows, which computes each layer again instead of keeping its values.
     """
-    x = embed(params, info.ids, info.positions, config, drawn.at(None))
+    x = embed(params, info.ids, info.positions, config, collector.at(None))
     with jax.named_scope("rope"):
         lengths = rope.sample_lengths(info.positions, segments) if config.rope.kind == "longrope" else None
         angles = rope.per_layer(config, info.positions, lengths)
@@ -352,7 +352,10 @@ def hidden(
     stacks = iter(params.layers)
     for run in runs:
         weights = tuple(next(stacks) for _ in range(run.period))
-        x = layers.scan(x, run, weights, drawn) if run.steps > 1 else layers.one(x, run.first, weights[0], drawn)
+        if run.steps > 1:
+            x = layers.scan(x, run, weights, collector)
+        else:
+            x = layers.one(x, run.first, weights[0], collector)
     return x
 
 
@@ -405,32 +408,32 @@ class _Layers:
         look("pattern", weights)
         look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
 
-    def one(self, x: Hidden, index: int, weights: Layer, drawn: Drawn) -> Hidden:
+    def one(self, x: Hidden, index: int, weights: Layer, collector: TapCollector) -> Hidden:
         """Compute one layer."""
         window = self._config.windows[index]
         narrow = window if window is not None and window < x.shape[1] else None
-        sites = frozenset(tap.site for tap in drawn.taps if tap.layer == index)
-        edits = tuple((tap, edit) for tap, edit in drawn.edits if tap.layer == index)
+        sites = frozenset(tap.site for tap in collector.taps if tap.layer == index)
+        edits = tuple((tap, edit) for tap, edit in collector.edits if tap.layer == index)
         with jax.named_scope(f"layer.{index}"):
-            layer = self._traced(narrow, sites, pattern_top(drawn.taps, index), edits)
+            layer = self._traced(narrow, sites, pattern_top(collector.taps, index), edits)
             x, found = layer(x, weights, self._angles[index], self._segments)
             for site, value in found.items():
-                drawn.collect(index, site, value)
+                collector.collect(index, site, value)
         return x
 
-    def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], drawn: Drawn) -> Hidden:
+    def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], collector: TapCollector) -> Hidden:
         """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
-        turn = tuple(tap for tap in drawn.taps if tap.layer in range(run.first, run.first + run.period))
+        turn = tuple(tap for tap in collector.taps if tap.layer in range(run.first, run.first + run.period))
 
         def step(x: Hidden, now: tuple[Array, tuple[Layer, ...]]) -> tuple[Hidden, tuple[Any, ...]]:
             number, weights = now
-            here = Drawn(turn, drawn.keep, _edits_of_step(drawn.edits, run, number))
+            here = TapCollector(turn, collector.keep, _edits_of_step(collector.edits, run, number))
             for index, layer in enumerate(weights, run.first):
                 x = self.one(x, index, layer, here)
             return x, here.all()
 
         x, kept = jax.lax.scan(step, x, (jnp.arange(run.steps, dtype=jnp.int32), weights))
-        drawn.put(turn, kept)
+        collector.put(turn, kept)
         return x
 
 

@@ -25,8 +25,18 @@ from jaxtyping import Array, Float, Int
 from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import MASKED, Scoring, masked_weights, precision, scaled
-from spile.models.decoder import Drawn, Keep, TokenInfo, block, bound_edits, embed, keep_unchanged, logits, pattern_top
+from spile.models.attention import MASKED, Scoring, masked_weights, precision, scale_scores
+from spile.models.decoder import (
+    Keep,
+    TapCollector,
+    TokenInfo,
+    block,
+    bound_edits,
+    embed,
+    keep_unchanged,
+    logits,
+    pattern_top,
+)
 from spile.models.experts import MIXTURES, Mixture
 from spile.models.layers import Look
 from spile.models.params import Params
@@ -56,8 +66,8 @@ class Slots:
     keys: tuple[Any, ...]
     """One array per layer, ``[groups, kv_heads, slots, capacity, head_dim]``.
 
-    Slots and positions, which are written to, lie behind the axes that devices share and before what is written: in
-    another order the compiler turns the whole cache over for each write.
+    The axes that devices share come first, then those that a write selects, then what is written. In another order
+    the compiler transposes the whole cache for each write.
     """
     values: tuple[Any, ...]
     token: Any
@@ -255,17 +265,17 @@ def _through(
     """Compute all layers for any taps, because the next token needs the last layer."""
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
-    drawn = Drawn(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
-    x = embed(params, tokens.reshape(flat), positions, config, drawn.at(None))
+    collector = TapCollector(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
+    x = embed(params, tokens.reshape(flat), positions, config, collector.at(None))
     angles = rope.per_layer(config, positions)
     for index, layer in enumerate(params.layers):
 
         def attend_here(q: Array, k: Array, v: Array, index: int = index) -> Array:
-            return attend(index, q, k, v, drawn.at(index))
+            return attend(index, q, k, v, collector.at(index))
 
         with jax.named_scope(f"layer.{index}"):
-            x = block(x, layer, angles[index], config, attend_here, drawn.at(index), mixture)
-    return x, drawn.all()
+            x = block(x, layer, angles[index], config, attend_here, collector.at(index), mixture)
+    return x, collector.all()
 
 
 def _by_head(new: Array, groups: int) -> Array:
@@ -299,14 +309,17 @@ def _within(place: Array, keys: Array, window: int | None) -> Array:
 def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig, sinks: Array | None) -> Array:
     """Compute attention of one query per slot over keys and values in several arrays, each with its mask.
 
-    Softmax in float32; keys are not repeated for their groups of heads (see :func:`spile.models.attention.masked`).
+    The softmax is computed in float32. Keys are not repeated for their groups of heads, as in
+    :func:`spile.models.attention.masked_attention`.
     """
     groups, kv_heads, count, _, head_dim = pairs[0][0].shape
     shape = (groups, count, kv_heads, config.n_heads // kv_heads, head_dim)
     grouped = q.reshape(shape).transpose(0, 2, 1, 3, 4)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
-    every = [scaled(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap) for keys, _, _ in pairs]
-    scores = [jnp.where(seen[:, None], each, -jnp.inf) for each, (_, _, seen) in zip(every, pairs, strict=True)]
+    scores = []
+    for keys, _, seen in pairs:
+        products = scale_scores(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap)
+        scores.append(jnp.where(seen[:, None], products, -jnp.inf))
     highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)

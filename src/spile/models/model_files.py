@@ -60,10 +60,10 @@ def _keep(url: str, content: dict[str, bytes]) -> Path:
 def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
     """Return the model's folder in the hub's cache and its commit. Without ``weights``, only small files are fetched.
 
-    ``files``: these instead, of a repository that is no model (an adapter).
+    ``files``: the files to fetch instead, for a repository that is not a model, such as an adapter.
 
-    A hub that is out (503, 429, no network) is tried again as a bucket is, for ``SPILE_RETRY_SECONDS``; then it is a
-    failure, not the user's mistake: a worker that is started again tries again.
+    If the hub is unavailable (503, 429, no network), the download is retried for ``SPILE_RETRY_SECONDS``. After that
+    the error is a failure and not a mistake of the user, so a supervisor starts the worker again.
     """
     from spile.objects.retry import RequestFailure, Retry, retry_while_unavailable
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.models.architecture import flops_per_token
-from spile.models.decoder import Drawn, TokenInfo, hidden, keep_unchanged, layers_needed
+from spile.models.decoder import TapCollector, TokenInfo, hidden, keep_unchanged, layers_needed
 from spile.models.safetensors_files import LocalSource
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
@@ -295,7 +295,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     def step(params: Any, batch: jax.Array) -> jax.Array:
         # The maximum: the compiler could move a sum inside the products and remove them.
         tokens, positions, segments = (batch[:, part] for part in range(3))
-        nothing, attend, mix = Drawn((), keep_unchanged), producer.attend, producer.mixture
+        nothing, attend, mix = TapCollector((), keep_unchanged), producer.attend, producer.mixture
         x = hidden(params, TokenInfo(tokens, positions), segments, config, producer.runs, attend, mix, nothing)
         return jnp.max(jnp.abs(x))
 

@@ -286,7 +286,7 @@ class DeviceProducer(BatchProducer):
                 jax.block_until_ready(arrays)
                 self._proven.add(shape)
         except jax.errors.JaxRuntimeError as error:
-            raise self._translated(error, shape) from error
+            raise self._convert_error(error, shape) from error
         return _Pending(arrays, finite)
 
     def _is_sent(self, array: jax.Array) -> bool:
@@ -300,7 +300,7 @@ class DeviceProducer(BatchProducer):
         try:
             program = self._program(shape).result()
         except jax.errors.JaxRuntimeError as error:
-            raise self._translated(error, shape) from error
+            raise self._convert_error(error, shape) from error
         self._progress.compiled(time.perf_counter() - began)
         self._progress.phase(Phase.RUNNING)
         return program
@@ -312,7 +312,7 @@ class DeviceProducer(BatchProducer):
             finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
             stacks = [_blocks(array) for array in pending.arrays]
         except jax.errors.JaxRuntimeError as error:
-            raise translated(error) from error
+            raise convert_error(error) from error
         if not finite.all():
             self._refuse_infinite(finite)
         blocks = dict(zip(self._arrival_order(), (blocks for stack in stacks for blocks in stack), strict=True))
@@ -328,9 +328,9 @@ class DeviceProducer(BatchProducer):
         fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
-    def _translated(self, error: jax.errors.JaxRuntimeError, shape: _Shape) -> Failure:
+    def _convert_error(self, error: jax.errors.JaxRuntimeError, shape: _Shape) -> Failure:
         """Convert an error. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""
-        failure = translated(error)
+        failure = convert_error(error)
         if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
             return failure
         tokens = shape[0] * shape[1]
@@ -370,7 +370,7 @@ def _blocks(array: jax.Array) -> list[list[RowBlock]]:
     ]
 
 
-def translated(error: jax.errors.JaxRuntimeError) -> Failure:
+def convert_error(error: jax.errors.JaxRuntimeError) -> Failure:
     """Convert an error of the JAX runtime."""
     text = " ".join(str(error).split())
     if "RESOURCE_EXHAUSTED" in text:

@@ -44,7 +44,7 @@ from spile.spec.run import Capture, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
-from spile.worker.device import place_steering, put, translated
+from spile.worker.device import convert_error, place_steering, put
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Answer, AnswerRows, OutOfDeviceMemory, captured_tokens, check_tokens
 from spile.worker.progress import Progress
@@ -389,7 +389,7 @@ class Generator:
         return _Call(pieces, chosen, kept, finite)
 
     def _memory_error(self, error: jax.errors.JaxRuntimeError, slots: int) -> Failure:
-        failure = translated(error)
+        failure = convert_error(error)
         if not isinstance(failure, OutOfDeviceMemory):
             return failure
         return Failure(

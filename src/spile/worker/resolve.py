@@ -50,16 +50,16 @@ from spile.worker.producer import check_tokens, refuse_no_answers
 from spile.worker.progress import Timeline
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_backend import (
-    installed,
     learned_positions,
     read_torch_config,
     refuse_no_generation,
+    require_torch,
     torch_devices,
     torch_rows,
 )
 
 
-def with_stops(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
+def add_stop_tokens(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
     """Return the settings with the numbers of all stop tokens: the model's own and those of ``--stop``."""
     tokens = {*_own_stops(files, tokenizer), *(_token_number(text, tokenizer) for text in generation.stop)}
     if not tokens:
@@ -131,7 +131,7 @@ def find_model(
             if backend == "jax":
                 raise
             _refuse_no_torch(spec.model, unsupported)
-    installed()
+    require_torch()
     if jax.process_count() > 1:
         raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
     files = model_files.find(spec.model, spec.revision, read=read_torch_config)
@@ -385,7 +385,7 @@ def _resolve(
         steer=spec.steer,
         steering=steering_hash(steering),
         folders=spec.stream_names,
-        generation=None if generation is None else with_stops(generation, files, tokenizer),
+        generation=None if generation is None else add_stop_tokens(generation, files, tokenizer),
     )
     stream = StreamIdentity(
         samples.location,

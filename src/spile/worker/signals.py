@@ -99,7 +99,7 @@ def _loads_jax(frame: FrameType | None) -> bool:
     return False
 
 
-def leaving(code: int) -> Handler:
+def exit_handler(code: int) -> Handler:
     """Return a handler that exits at once with ``code``, for when only the interpreter is left to shut down."""
 
     def handle(_number: int, _frame: FrameType | None) -> None:

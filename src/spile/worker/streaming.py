@@ -186,7 +186,7 @@ class Feed:
             return group
 
 
-class CatchingSink:
+class FeedSink:
     """A sink that gives rows to a feed, and to the store of a stream if there is one."""
 
     remote = False
@@ -197,7 +197,8 @@ class CatchingSink:
 
     def begin(self, samples: Sequence[Sample]) -> Any:
         """Return what takes the rows of these samples."""
-        return _Catcher(self._feed, self._kinds, samples, None if self._store is None else self._store.begin(samples))
+        builder = None if self._store is None else self._store.begin(samples)
+        return _FeedBuilder(self._feed, self._kinds, samples, builder)
 
     def add_predictions(self, record: ShardRecord, predictions: Any) -> ShardRecord:
         """Answers are not streamed."""
@@ -209,7 +210,7 @@ class CatchingSink:
             self._store.commit(record, skipped, end)
 
 
-class _Catcher:
+class _FeedBuilder:
     """Passes rows to the feed as soon as all taps of a batch are there."""
 
     def __init__(self, feed: Feed, kinds: Sequence[TapRows], samples: Sequence[Sample], builder: Any) -> None:
@@ -266,7 +267,7 @@ class WorkerJob(NamedTuple):
         )
 
 
-class Computing:
+class BatchComputer:
     """A model in a worker: computes the batches that it is sent."""
 
     def __init__(self, job: WorkerJob) -> None:
@@ -370,7 +371,7 @@ class RayWorker:
         if not ray.is_initialized():
             raise UserError("workers", expected="a connection to Ray", found="none", fix="call ray.init() first")
         options = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
-        self._actor = ray.remote(**options)(Computing).remote(job)
+        self._actor = ray.remote(**options)(BatchComputer).remote(job)
         self.groups = int(ray.get(self._actor.groups.remote()))
 
     def start(self, batch: Batch) -> Any:
@@ -446,7 +447,7 @@ def serve(address: str, key: bytes) -> None:
     """Be a worker: load the model that the other end names, and compute what it sends."""
     with Client(address, authkey=key) as connection:
         try:
-            computing = Computing(connection.recv())
+            computing = BatchComputer(connection.recv())
             connection.send(computing.groups())
             for batch in iterate_ahead(iter(connection.recv, None), 2):
                 blocks = computing.compute(batch)
@@ -638,7 +639,7 @@ class ActivationStream(ShuffledReaders):
         return run_pipeline(
             feed.watch(with_positions(reader, run.spec), first, done),
             producer,
-            CatchingSink(feed, run.rows, sink),
+            FeedSink(feed, run.rows, sink),
             sizes,
             progress=self._progress,
             control=LocalControl(stop, run.spec.commit_every),

@@ -245,7 +245,7 @@ class Hooks:
         return max(needed, default=-1)
 
     @contextmanager
-    def drawing(self, keep: Callable[[Tap, Any], None]) -> Iterator[None]:
+    def capture(self, keep: Callable[[Tap, Any], None]) -> Iterator[None]:
         """Pass the value of each tap to ``keep`` as it is computed, while the context is open."""
 
         def keep_heads(tap: Tap, value: Any) -> None:
@@ -266,7 +266,7 @@ class Hooks:
         kept: dict[Tap, Any] = {}
         needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
         needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
-        with inference_on(self.model), self.drawing(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
+        with inference_on(self.model), self.capture(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
             kept.update(_of_logits(out.logits, tokens, follows, self.taps))
@@ -312,10 +312,10 @@ def padding_is_safe(model: Any) -> bool:
     with torch.inference_mode():
         plain = forward(body_of(model), tokens, torch.ones_like(tokens))[0]
         other = forward(body_of(model), padded, (padded > 0).long())[0][:, :5]
-    return close(plain, other, model.dtype)
+    return nearly_equal(plain, other, model.dtype)
 
 
-def close(left: Any, right: Any, dtype: Any) -> bool:
+def nearly_equal(left: Any, right: Any, dtype: Any) -> bool:
     """Return whether two tensors differ by less than the root of the dtype's precision, relative to their norm."""
     import torch
 
@@ -363,7 +363,7 @@ def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> d
     return found
 
 
-def installed() -> None:
+def require_torch() -> None:
     """Refuse if torch or transformers is not installed."""
     try:
         import torch  # noqa: F401
@@ -410,7 +410,7 @@ def text_config(config: Any) -> Any:
 
 def read_torch_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Read the sizes of a model of any family, with the defaults of its config class in transformers."""
-    installed()
+    require_torch()
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -459,7 +459,7 @@ def _choose_class(config: Any) -> Any:
 
 
 def _model_folder(files: ModelFiles) -> Path:
-    installed()
+    require_torch()
     if not isinstance(files.source, LocalSource):
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
     return files.source.folder

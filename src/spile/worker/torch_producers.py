@@ -35,7 +35,7 @@ from spile.worker.producer import (
     check_tokens,
 )
 from spile.worker.progress import Progress
-from spile.worker.torch_backend import Hooks, close, inference_on, input_device, load_replicas, padding_is_safe
+from spile.worker.torch_backend import Hooks, inference_on, input_device, load_replicas, nearly_equal, padding_is_safe
 
 Rows = npt.NDArray[Any]
 
@@ -292,9 +292,9 @@ class TorchGenerator:
 
         steps = _Steps(samples, self._options, self._progress, self._stop)
         try:
-            with self._progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.drawing(steps.keep):
+            with self._progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.capture(steps.keep):
                 hooks.model.generate(
-                    **left_padded([sample.tokens for sample in samples], input_device(hooks.model)),
+                    **pad_left([sample.tokens for sample in samples], input_device(hooks.model)),
                     max_new_tokens=self._options.sampling.max_new + 1,  # the last token of an answer is fed too
                     do_sample=False,
                     logits_processor=[partial(steps.select, report)],
@@ -418,7 +418,7 @@ class _Steps:
 _draw = jax.jit(choose_tokens, static_argnums=3)
 
 
-def left_padded(prompts: Sequence[npt.NDArray[np.int32]], device: Any, length: int = 0) -> Mapping[str, Any]:
+def pad_left(prompts: Sequence[npt.NDArray[np.int32]], device: Any, length: int = 0) -> Mapping[str, Any]:
     """Return the inputs of ``generate`` for prompts, all as long as the longest one or as ``length``."""
     import torch
 
@@ -441,9 +441,9 @@ def left_padding_is_safe(model: Any) -> bool:
     import torch
 
     def logits(length: int) -> Any:
-        given = left_padded([np.arange(1, 6, dtype=np.int32)], input_device(model), length)
+        given = pad_left([np.arange(1, 6, dtype=np.int32)], input_device(model), length)
         more = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
         return torch.stack(model.generate(**given, **more).logits)
 
     with torch.inference_mode():
-        return close(logits(5), logits(8), model.dtype)
+        return nearly_equal(logits(5), logits(8), model.dtype)

@@ -11,14 +11,14 @@ from spile.data.tokens import load_tokenizer
 from spile.errors import ModelError
 from spile.models import model_files
 from spile.spec.run import GenerationSpec
-from spile.worker.resolve import with_stops
+from spile.worker.resolve import add_stop_tokens
 
 
 def stops(folder: Path, config: str) -> tuple[int, ...]:
     files = model_files.find("embedded", weights=False)
     tokenizer = replace(load_tokenizer(files.tokenizer_folder), eos=7)
     (folder / "generation_config.json").write_text(config)
-    return with_stops(GenerationSpec(), replace(files, tokenizer_folder=folder), tokenizer).stop_tokens
+    return add_stop_tokens(GenerationSpec(), replace(files, tokenizer_folder=folder), tokenizer).stop_tokens
 
 
 @pytest.mark.parametrize(
