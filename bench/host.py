@@ -27,7 +27,7 @@ from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import BatchProducer, RowBlock
+from spile.worker.producer import Producer, RowBlock
 from spile.worker.progress import Progress
 from spile.worker.sizes import in_flight
 
@@ -36,7 +36,7 @@ _SETS = 6
 _LIMIT_BYTES = 1 << 28
 
 
-class ReadyProducer(BatchProducer):
+class ReadyProducer(Producer):
     """A producer that returns prepared rows."""
 
     groups = 1

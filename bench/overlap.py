@@ -33,7 +33,7 @@ from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import BatchProducer, RowBlock
+from spile.worker.producer import Producer, RowBlock
 from spile.worker.progress import Progress
 
 __all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
@@ -64,7 +64,7 @@ class Overlap:
         return self.bytes / self.rate / self.seconds
 
 
-class PacedProducer(BatchProducer):
+class PacedProducer(Producer):
     """A producer of constant rows at a fixed rate."""
 
     groups = 1

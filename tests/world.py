@@ -22,7 +22,7 @@ from spile.spec.taps import Tap
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Batch
-from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, pack
+from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, pack
 
 __all__ = [
     "TAPS",
@@ -108,7 +108,7 @@ def items(samples: int, done: Ranges = Ranges()) -> Iterator[Sample | Skip]:  # 
             yield Skip(index, f"task-{index // 2}", "too long", {"tokens": 99}) if index % 17 == 5 else sample_of(index)
 
 
-class NumpyProducer(BatchProducer):
+class NumpyProducer(Producer):
     """A model of a few lines, in float32: groups, packing and poisoned padding as a device would have them."""
 
     def __init__(self, groups: int = 1, fits: int | None = None, seconds: float = 0.0) -> None:

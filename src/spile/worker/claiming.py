@@ -15,7 +15,7 @@ from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
-from spile.worker.pod.pod import SingleProcess, WorkerGroup
+from spile.worker.pod.pod import WorkerGroup
 
 _NOTHING = -1
 """The value that the first host of a pod sends to the others if no stream is left to claim."""
@@ -54,7 +54,7 @@ def work_on_claims(
     Returns:
         0 if no stream was left to claim, else the exit code of the stream that was interrupted.
     """
-    hosts = hosts or SingleProcess()
+    hosts = hosts or WorkerGroup()
     streams = _planned_streams(data)
     snapshots = SnapshotReader(open_folder(output))
     finished: set[int] = set()

@@ -38,7 +38,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
 from spile.worker.mesh import AXES, default_shape, device_memory, make_mesh, plan_mesh
-from spile.worker.producer import BatchProducer, OutOfDeviceMemory, RowBlock, check_tokens, pack
+from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
 from spile.worker.progress import Progress
 from spile.worker.sizes import UNRELEASED, choose_sizes
 
@@ -94,7 +94,7 @@ def _enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-class DeviceProducer(BatchProducer):
+class DeviceProducer(Producer):
     """A model on its devices, and one compiled program per batch shape.
 
     ``params`` may be shapes at first: programs are compiled from them while the weights are read.
@@ -122,6 +122,7 @@ class DeviceProducer(BatchProducer):
         self._tap_groups = tap_groups(taps, self.runs)
         self._store_dtype = store_dtype
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
+        self.groups = mesh.size
         plan = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
         self.attend = plan.attention(attention, mesh, config)
         self.mixture = plan.mixture(mesh.devices.flat[0].platform, mesh, config)
@@ -147,12 +148,7 @@ class DeviceProducer(BatchProducer):
         self._block = block if self.host_sharding.memory_kind == "pinned_host" else 0
 
     @property
-    def groups(self) -> int:
-        """One group per device of all hosts."""
-        return self.mesh.size
-
-    @property
-    def owned(self) -> Sequence[int]:
+    def owned(self) -> Sequence[int]:  # type: ignore[override]
         """The groups on the devices of this process, from the index map of the sharding."""
         places = self.groups_sharding.addressable_devices_indices_map((self.groups,)).values()
         return sorted(index[0].start or 0 for index in places if index is not None)

@@ -43,7 +43,7 @@ from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.infer import answer_producer, check_generation, write_answers
 from spile.worker.pipeline import LocalControl, run_pipeline
-from spile.worker.pod.pod import SingleProcess, WorkerGroup, check_same_command
+from spile.worker.pod.pod import WorkerGroup, check_same_command
 from spile.worker.producer import OutOfDeviceMemory, Producer, TokenLimit, with_positions
 from spile.worker.progress import HangWatch, Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
@@ -79,7 +79,7 @@ def run_stream(
         What the stream holds afterwards.
 
     """
-    progress, hosts = progress or Progress(), (hosts or SingleProcess()).begin_run()
+    progress, hosts = progress or Progress(), (hosts or WorkerGroup()).begin_run()
     check_generation(spec)
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")

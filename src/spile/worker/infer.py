@@ -33,7 +33,7 @@ from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.store.streams import find_streams
 from spile.worker.batches import Batch, BatchPlan
 from spile.worker.generator import make_generator
-from spile.worker.producer import Answer, AnswerRows, BatchProducer, Control, RowBlock, Verdict
+from spile.worker.producer import Answer, AnswerRows, Control, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
 from spile.worker.torch_producers import TorchGenerator, torch_models
 
@@ -121,7 +121,7 @@ class AnswerBatch(Batch):
         return [self.prediction]
 
 
-class AnswerProducer(BatchProducer):
+class AnswerProducer(Producer):
     """The producer of ``infer``. It asks the control itself, because it computes while it makes batches."""
 
     asks_control = True

@@ -51,22 +51,28 @@ class RowBlock(NamedTuple):
     rows: npt.NDArray[np.generic]
 
 
-class Producer(Protocol):
-    """Turns samples into batches, and batches into activation rows."""
+class Producer:
+    """Turns samples into batches, and batches into activation rows.
 
-    asks_control: bool
+    By default, batches are planned from the lengths of the samples before anything is computed, and no program is
+    compiled.
+    """
+
+    asks_control = False
     """Whether :meth:`batches` computes and therefore asks the control itself; otherwise the pipeline asks."""
+    groups: int
+    """Groups per batch: the data-parallel width over all hosts."""
+    owned: Sequence[int]
+    """The groups whose rows this process stores, in order."""
 
-    @property
-    def groups(self) -> int:
-        """Groups per batch: the data-parallel width over all hosts."""
-
-    @property
-    def owned(self) -> Sequence[int]:
-        """The groups whose rows this process stores, in order."""
-
-    def batches(self, samples: Iterator[Sample], plan: BatchPlan, control: Control) -> Iterator[Batch | Verdict]:
+    def batches(
+        self,
+        samples: Iterator[Sample],
+        plan: BatchPlan,
+        control: Control,  # noqa: ARG002 - the pipeline asks it when it starts a batch
+    ) -> Iterator[Batch | Verdict]:
         """Yield batches that hold every sample once, and the control's verdicts if this producer asks for them."""
+        return batches(samples, plan)
 
     def prepare(self, batch: Batch) -> None:
         """Compile for batches like this one in the background. Never blocks."""
@@ -81,39 +87,18 @@ class Producer(Protocol):
             OutOfDeviceMemory: The batch does not fit; nothing was kept.
 
         """
+        raise NotImplementedError
 
     def fetch(self, pending: object) -> Iterable[Sequence[RowBlock]]:
         """Wait for a started batch; return, for each tap in order, a block for each owned group with samples."""
+        raise NotImplementedError
 
     def describe(self) -> str:
         """Return one line for people: ``8 × NVIDIA H200, bfloat16, cudnn attention``."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop background work such as compilation."""
-
-
-class BatchProducer:
-    """What producers have in common whose batches are planned from lengths before anything is computed."""
-
-    asks_control = False
-
-    def batches(
-        self,
-        samples: Iterator[Sample],
-        plan: BatchPlan,
-        control: Control,  # noqa: ARG002 - the pipeline asks it when it starts a batch
-    ) -> Iterator[Batch | Verdict]:
-        """Yield packed batches."""
-        return batches(samples, plan)
-
-    def prepare(self, batch: Batch) -> None:
-        """Compile nothing."""
-
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Return at once: no program is compiled."""
-
-    def close(self) -> None:
-        """Do nothing: there is no background work."""
 
 
 @dataclass(frozen=True)

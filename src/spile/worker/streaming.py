@@ -51,7 +51,7 @@ from spile.worker.batches import Batch
 from spile.worker.device import configure_jax, place_model
 from spile.worker.extract import end_of_stream, join, make_producer
 from spile.worker.pipeline import LocalControl, Sink, StreamSink, run_pipeline
-from spile.worker.producer import BatchProducer, Producer, RowBlock, with_positions
+from spile.worker.producer import Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun, find_model, read_steering, resolve
 from spile.worker.sizes import sizes_for_stream
@@ -394,7 +394,7 @@ Workers = int | str | Sequence[Mapping[str, str]]
 """The number of processes, ``ray:4`` for actors, or the environment variables of each process."""
 
 
-class WorkerProducer(BatchProducer):
+class WorkerProducer(Producer):
     """The models of several workers as one producer: each worker computes some groups of every batch."""
 
     def __init__(self, job: WorkerJob, workers: Workers) -> None:

@@ -28,8 +28,8 @@ from spile.worker.batches import Batch
 from spile.worker.producer import (
     Answer,
     AnswerRows,
-    BatchProducer,
     OutOfDeviceMemory,
+    Producer,
     RowBlock,
     captured_tokens,
     check_tokens,
@@ -69,7 +69,7 @@ def torch_device_names(model: Any, replicas: int) -> str:
     return f"{count} × {torch.cuda.get_device_name()}"
 
 
-class TorchProducer(BatchProducer):
+class TorchProducer(Producer):
     """A model on one or more devices, with a group of each batch on each replica.
 
     Samples of a group are computed sorted by length, which avoids padding.

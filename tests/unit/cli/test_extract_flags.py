@@ -143,9 +143,9 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     import spile.worker.extract
     from spile.cli.main import main
     from spile.worker.pod.identity import Identity
-    from spile.worker.pod.pod import SingleProcess
+    from spile.worker.pod.pod import WorkerGroup
 
-    class Pod(SingleProcess):
+    class Pod(WorkerGroup):
         name = host
 
     asked: list[ExtractSpec] = []

@@ -15,7 +15,7 @@ from spile.spec.run import DataSpec, PromptSpec
 from spile.store.claims import ClaimBook, ClaimReader
 from spile.store.snapshot import Snapshot, State, StreamView
 from spile.worker.claiming import work_on_claims
-from spile.worker.pod.pod import SingleProcess
+from spile.worker.pod.pod import WorkerGroup
 from unit.cli.refusals import lines
 
 
@@ -37,7 +37,7 @@ class Run:
             raise error
         return 0
 
-    def work(self, hosts: SingleProcess | None = None) -> int:
+    def work(self, hosts: WorkerGroup | None = None) -> int:
         output = str(self.folder / "out")
         book = ClaimBook(open_folder(output), "a")
         data = DataSpec(dataset_dir=str(self.folder / "streams"))
@@ -73,7 +73,7 @@ def test_an_interrupt_and_a_failure_on_a_pod_end_the_worker(tmp_path: Path) -> N
     with pytest.raises(Interrupted):
         run.work()
     assert len(run.began) == 1
-    hosts = SingleProcess()
+    hosts = WorkerGroup()
     hosts.name = "worker 0 of 2"
     run = Run(tmp_path, **{f"stream_{stream}": DataError("damaged") for stream in range(4)})
     with pytest.raises(DataError):

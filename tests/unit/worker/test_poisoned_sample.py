@@ -27,7 +27,7 @@ from spile.store.verification import verify
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import StreamWork, run_stream
-from spile.worker.pod.pod import SingleProcess
+from spile.worker.pod.pod import WorkerGroup
 from spile.worker.producer import OutOfDeviceMemory
 from spile.worker.progress import HangWatch, Progress, hang_limit
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
@@ -114,7 +114,7 @@ def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tupl
         token_limit=None,
     )
     status: Any = SimpleNamespace(progress=Progress(log=said.append), committed=lambda: None)
-    work = StreamWork(run, stream, Poisoned(poison, life), status, threading.Event(), SingleProcess())
+    work = StreamWork(run, stream, Poisoned(poison, life), status, threading.Event(), WorkerGroup())
     finished = work.work_off(Reader(stream.ledger.done))  # type: ignore[arg-type]
     stream.finish()
     return finished, stream, said

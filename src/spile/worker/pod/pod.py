@@ -1,8 +1,8 @@
 """A pod: the processes of many hosts that act as one worker.
 
-The worker sees a :class:`WorkerGroup`: a :class:`SingleProcess`, or a :class:`Pod`. The processes of a pod meet in a
-roll call, connect to one coordination service, agree on verdicts and commit together. Each process sends a
-heartbeat and watches those of the others. A thread that waits in a collective for a dead host cannot be interrupted, so
+The worker sees a :class:`WorkerGroup`, which is one process or a :class:`Pod`. The processes of a pod meet in a roll
+call, connect to one coordination service, agree on verdicts and commit together. Each process sends a heartbeat and
+watches those of the others. A thread that waits in a collective for a dead host cannot be interrupted, so
 the watch ends the whole process with one line.
 """
 
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from spile.errors import PodError, SpecError, SpileError
 from spile.spec.run import ExtractSpec
@@ -36,61 +36,36 @@ from spile.worker.producer import Control, Verdict
 T = TypeVar("T")
 
 
-class WorkerGroup(Protocol):
-    """The processes that are one worker."""
+class WorkerGroup:
+    """The processes that are one worker. This class is a worker of one process; :class:`Pod` is one of several."""
+
+    first = True
+    """Whether this process writes what is written once: it alone commits."""
+    name = ""
+    """The name of this process, ``worker 3 of 16``; empty for a single process."""
 
     def begin_run(self) -> WorkerGroup:
         """Begin one more run together; every process makes the same runs in the same order."""
+        return self
 
-    @property
-    def first(self) -> bool:
-        """Whether this process writes what is written once: it alone commits."""
-
-    @property
-    def name(self) -> str:
-        """The name of this process, ``worker 3 of 16``; empty for a single process."""
-
-    def agree(self, name: str, value: T | None = None) -> T:
-        """Return the first process's value, which must be JSON, on every process."""
+    def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
+        """Return the first process's value, converted to JSON and back, on every process."""
+        agreed: T = json.loads(json.dumps(value))
+        return agreed
 
     def barrier(self, name: str) -> None:
         """Wait for all processes."""
 
     def control(self, local: Control) -> Control:
         """Return a control that gives every process the same verdicts."""
-
-    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
-        """Return where this process stores its rows."""
-
-    def notify_end(self, error: BaseException) -> None:
-        """Tell the other processes why this one ends."""
-
-
-class SingleProcess:
-    """A worker that is one process."""
-
-    first = True
-    name = ""
-
-    def begin_run(self) -> WorkerGroup:
-        return self
-
-    def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
-        """Return the value, through JSON as on a pod."""
-        agreed: T = json.loads(json.dumps(value))
-        return agreed
-
-    def barrier(self, name: str) -> None:
-        """Return at once."""
-
-    def control(self, local: Control) -> Control:
         return local
 
     def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+        """Return where this process stores its rows."""
         return StreamSink(stream, after_commit)
 
     def notify_end(self, error: BaseException) -> None:
-        """Do nothing: there is no other process."""
+        """Tell the other processes why this one ends."""
 
 
 def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
@@ -377,13 +352,14 @@ class PodTimes:
         return times if heartbeat is None else replace(times, heartbeat=heartbeat)
 
 
-class Pod:
-    """One process of a pod: a :class:`WorkerGroup`."""
+class Pod(WorkerGroup):
+    """One process of a pod."""
 
     def __init__(
         self, identity: Identity, coordination: Coordination, watch: PodWatch, service: Service | None, times: PodTimes
     ) -> None:
         self.identity, self.coordination, self.times = identity, coordination, times
+        self.first, self.name = identity.first, f"worker {identity.process} of {identity.count}"
         self._watch, self._service = watch, service
         self._left = False
         self._runs = 0
@@ -392,14 +368,6 @@ class Pod:
         """Return the same pod with separate key names for one more run."""
         self._runs += 1
         return Pod(self.identity, self.coordination.scoped(f"run-{self._runs}"), self._watch, None, self.times)
-
-    @property
-    def first(self) -> bool:
-        return self.identity.first
-
-    @property
-    def name(self) -> str:
-        return f"worker {self.identity.process} of {self.identity.count}"
 
     def control(self, local: Control) -> Control:
         return PodControl(self, local)
@@ -532,7 +500,7 @@ def joined_group(
 ) -> Iterator[WorkerGroup]:
     """Yield a single process or a joined pod. An error inside the context ends the whole pod with its line."""
     if identity.count == 1:
-        yield SingleProcess()
+        yield WorkerGroup()
         return
     with join(identity, times=times, log=log) as pod:
         yield pod
