@@ -112,14 +112,14 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     from spile.objects import open_folder
     from spile.store.claims import ClaimBook
     from spile.worker.claiming import default_worker_name, work_on_claims
-    from spile.worker.signals import handled, leaving
+    from spile.worker.signals import exit_handler, handled
 
     if not 1 <= seconds <= 86400:
         raise SpecError("--claim-seconds", expected="from 1 to 86400", found=f"{seconds:g}")
     book = ClaimBook(open_folder(spec.output), name or default_worker_name(), expiry=seconds)
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
-    between = handled(leaving(Interrupted.exit_code), signal.SIGTERM)
+    between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)
     with pod.joined(identity) as hosts, between:
         return work_on_claims(
             spec.data,
