@@ -68,7 +68,7 @@ def test_the_typed_options_are_the_fields_of_the_run_spec() -> None:
         (lambda: spile.load("embedded", dtype="float3"), "spile.load(): dtype: expected one of auto, float32"),
         (lambda: spile.verify("nowhere", recompute="4"), "spile.verify(): recompute: expected the number of samples"),
         (lambda: spile.extract("embedded", (text for text in TEXTS)), "spile.extract(): data: expected a name, a list"),
-        (lambda: spile.extract(spile.RunSpec(), TEXTS), "spile.extract(): data: expected a run spec alone"),
+        (lambda: spile.extract(spile.RunSpec(), TEXTS), "spile.extract(): data: expected a run spec and no other"),
         (lambda: spile.tap("embedded", [{"words": "x"}]), "Python list row 0: expected an ARC task"),
         (lambda: spile.tap("embedded", TEXTS, taps=3), "spile.tap(): taps: expected names such as"),
         (lambda: spile.tap("embedded", TEXTS, steer=["residual.1=zero"]), "spile.tap(): steer: expected one of layers"),

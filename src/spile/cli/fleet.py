@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +62,7 @@ def watch_fleet(
     from spile.fleet.monitor import FleetMonitor
     from spile.view.fleet import watch
     from spile.view.metrics import MetricsServer
+    from spile.worker.signals import handled
 
     def seen(status: FleetStatus) -> FleetStatus:
         metrics.update(status.to_json())
@@ -70,7 +70,7 @@ def watch_fleet(
 
     with (
         ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
-        _ends_like_ctrl_c(),
+        handled(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
         MetricsServer(metrics_port) as metrics,
     ):
         monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
@@ -87,20 +87,6 @@ def watch_fleet(
             return 0
         finally:
             monitor.close()
-
-
-@contextmanager
-def _ends_like_ctrl_c() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl+C, so that the lease is released."""
-
-    def raised(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, raised)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _first(monitor: FleetMonitor) -> FleetStatus:

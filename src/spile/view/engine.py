@@ -19,6 +19,7 @@ from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
 from spile.view.table import Lasting, headline, totals_line
+from spile.worker.signals import handled
 
 _LINE_EVERY = 10.0
 
@@ -35,6 +36,12 @@ class EngineView:
     """Number of Ctrl+C or SIGTERM signals received."""
     _line_due: float = field(default=0.0)
     _last: str = ""
+
+    def stop(self, number: int, _frame: FrameType | None) -> None:
+        """Count a signal; the supervisor acts on the count."""
+        self.asked += 1
+        what = "all workers commit and stop (again: end at once)" if self.asked == 1 else "ending at once"
+        self.log(f"{signal.Signals(number).name}: {what}")
 
     def log(self, line: str) -> None:
         """Print an event above the table, or as a line of the log."""
@@ -98,25 +105,7 @@ def watched_engine(reader: SnapshotReader, console: Console | None = None) -> It
     """Show one display for all workers and count the signals that arrive."""
     view = EngineView(console or Lasting(highlight=False), reader)
     with ExitStack() as stack:
-        stack.enter_context(_counting(view))
+        stack.enter_context(handled(view.stop, signal.SIGINT, signal.SIGTERM))
         if view.console.is_terminal:
             view.live = stack.enter_context(Live(console=view.console, auto_refresh=False, transient=True))
         yield view
-
-
-@contextmanager
-def _counting(view: EngineView) -> Iterator[None]:
-    """Count signals while the context is open; the supervisor acts on the count."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        view.asked += 1
-        name = signal.Signals(number).name
-        what = "all workers commit and stop (again: end at once)" if view.asked == 1 else "ending at once"
-        view.log(f"{name}: {what}")
-
-    before = {kind: signal.signal(kind, handle) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for kind, old in before.items():
-            signal.signal(kind, old)

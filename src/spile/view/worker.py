@@ -66,31 +66,27 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
         if verbose:
             stack.enter_context(_logged(log))
         if console.is_terminal:
-            view = _View(progress, console)
-            live = stack.enter_context(Live(get_renderable=view, console=console, refresh_per_second=4, transient=True))
+            spinner = Spinner("dots")
+            live = Live(
+                get_renderable=lambda: bar(progress.snapshot(), progress.total_samples, console.width, spinner),
+                console=console,
+                refresh_per_second=4,
+                transient=True,
+            )
+            stack.enter_context(live)
             yield WatchedWorker(console, progress, stop)
             live.stop()
         else:
-            stack.enter_context(_lines(progress, console, 1.0 if verbose else _LINE_EVERY))
+            write = _line_printer(progress, console)
+            stack.enter_context(_repeated(write, 1.0 if verbose else _LINE_EVERY))
             yield WatchedWorker(console, progress, stop)
-
-
-class _Printer(logging.Handler):
-    """Prints log records as lines."""
-
-    def __init__(self, log: Callable[[str], None]) -> None:
-        super().__init__(logging.INFO)
-        self.log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a record."""
-        self.log(record.getMessage())
 
 
 @contextmanager
 def _logged(log: Callable[[str], None]) -> Iterator[None]:
     """Print what the package logs."""
-    logger, handler = logging.getLogger("spile"), _Printer(log)
+    logger, handler = logging.getLogger("spile"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: log(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -102,24 +98,35 @@ def _logged(log: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _lines(progress: Progress, console: Console, every: float) -> Iterator[None]:
+def _repeated(action: Callable[[], None], every: float) -> Iterator[None]:
+    """Call ``action`` in a thread, again and again after ``every`` seconds, while the context is open."""
     over = threading.Event()
 
-    def write() -> None:
-        last = ""
+    def repeat() -> None:
         while not over.wait(every):
-            text = line(progress.snapshot(), progress.total_samples)
-            if text != last:
-                console.print(text, soft_wrap=True)
-            last = text
+            action()
 
-    thread = threading.Thread(target=write, name="spile-lines", daemon=True)
+    thread = threading.Thread(target=repeat, name="spile-display", daemon=True)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def _line_printer(progress: Progress, console: Console) -> Callable[[], None]:
+    """Return a function that prints the progress as a line, if it has changed."""
+    last = ""
+
+    def write() -> None:
+        nonlocal last
+        text = line(progress.snapshot(), progress.total_samples)
+        if text != last:
+            console.print(text, soft_wrap=True)
+        last = text
+
+    return write
 
 
 def in_notebook() -> bool:
@@ -133,21 +140,17 @@ def notebook_bar() -> Iterator[Progress]:
     """Show a progress bar below the running cell, and yield the counters that it shows."""
     from IPython.display import HTML, display
 
-    progress, over = Progress(), threading.Event()
+    progress = Progress()
     shown = display(HTML(notebook_html(progress)), display_id=True)
 
     def write() -> None:
-        while not over.wait(_NOTEBOOK_EVERY):
-            shown.update(HTML(notebook_html(progress)))
-
-    thread = threading.Thread(target=write, name="spile-notebook", daemon=True)
-    thread.start()
-    try:
-        yield progress
-    finally:
-        over.set()
-        thread.join()
         shown.update(HTML(notebook_html(progress)))
+
+    try:
+        with _repeated(write, _NOTEBOOK_EVERY):
+            yield progress
+    finally:
+        write()
 
 
 def notebook_html(progress: Progress) -> str:
@@ -156,17 +159,6 @@ def notebook_html(progress: Progress) -> str:
     part = f' value="{now.samples}" max="{total}"' if total else ""
     bar = "" if now.phase is Phase.DONE else f'<progress{part} style="width:16rem;vertical-align:middle"></progress> '
     return f"<div>{bar}{escape(line(now, total))}</div>"
-
-
-class _View:
-    """The progress bar, redrawn from the counters at each refresh."""
-
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
-        self._spinner = Spinner("dots")
-
-    def __call__(self) -> Table:
-        return bar(self._progress.snapshot(), self._progress.total_samples, self._console.width, self._spinner)
 
 
 def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
