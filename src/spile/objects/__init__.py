@@ -78,9 +78,9 @@ def open_folder(url: str) -> Folder:
             expected=f"{scheme}://bucket/prefix, with no empty part, . or .. in it",
             found=url,
         )
-    from spile.objects.bucket import open_bucket  # imported here because local folders need no bucket client
+    from spile.objects.bucket import Bucket, BucketFolder  # imported here: local folders need no bucket client
 
-    return open_bucket(scheme, bucket, prefix)
+    return BucketFolder(Bucket(scheme, bucket), prefix)
 
 
 def is_remote(url: str) -> bool:

@@ -112,9 +112,9 @@ def _run_interruptibly(call: Callable[[], Result]) -> Result:
 class Bucket:
     """What all folders of one bucket share: connections, memory for uploads, counters and the retry policy."""
 
-    def __init__(self, cloud: Cloud) -> None:
-        self.cloud = cloud
-        self.url = f"{cloud.scheme}://{cloud.bucket}"
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self.cloud = cloud_of(scheme, bucket)
+        self.url = f"{scheme}://{bucket}"
         self.stats = Stats()
         self.retry = Retry.from_environment()
         self.buffers = Buffers()
@@ -141,11 +141,6 @@ class Bucket:
     def again(self, attempt: Callable[[], Result]) -> Result:
         """Retry until the attempt succeeds; raise the last :class:`RequestFailure` if it cannot."""
         return self.retry.call(attempt, self.stats)
-
-
-def open_bucket(scheme: str, bucket: str, prefix: str) -> BucketFolder:
-    """Return a folder in a bucket. Sends no request."""
-    return BucketFolder(Bucket(cloud_of(scheme, bucket)), prefix)
 
 
 class BucketFolder:

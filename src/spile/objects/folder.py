@@ -212,24 +212,14 @@ class Removal:
 
     def in_order(self, names: Iterable[str]) -> bool:
         """Remove the names one after the other; return False, with nothing removed, if the fence failed."""
-        wanted = self._checked(names)
-        if wanted and not self.fenced():
-            return False
-        for name in wanted:
-            self._remove(name)
-        return True
+        return self._remove_all(names, map)
 
     def in_parallel(self, names: Iterable[str]) -> bool:
         """Remove the names in parallel, in any order; return False, with nothing removed, if the fence failed."""
-        wanted = self._checked(names)
-        if wanted and not self.fenced():
-            return False
         with ThreadPoolExecutor(_PARALLEL_REMOVALS, thread_name_prefix="remove") as pool:
-            for _ in pool.map(self._remove, wanted):
-                pass
-        return True
+            return self._remove_all(names, pool.map)
 
-    def _checked(self, names: Iterable[str]) -> list[str]:
+    def _remove_all(self, names: Iterable[str], each: Callable[..., Iterable[None]]) -> bool:
         wanted = list(names)
         for name in wanted:
             if not self._ours(name):
@@ -238,7 +228,10 @@ class Removal:
                     expected="a name of the form that spile gives",
                     found="a different name",
                 )
-        return wanted
+        if wanted and not self.fenced():
+            return False
+        deque(each(self._remove, wanted), maxlen=0)
+        return True
 
 
 T = TypeVar("T")

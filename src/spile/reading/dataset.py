@@ -248,7 +248,8 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         read_ledgers(chosen)
         records = ((stream, record) for stream in chosen for record in stream.shards)
         mine = islice(records, first, None, step)
-        shards = ((stream.number, self._fresh(stream, record)) for stream, record in mine)
+        # Not those of self.shard: a pass over the dataset must not evict the shards that lookups use.
+        shards = ((stream.number, stream.open(record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
 
     def _shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
@@ -293,10 +294,6 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         if wanted and not found:
             raise no_tap(" with ".join(taps), self.taps)
         return found
-
-    def _fresh(self, stream: Stream, record: ShardRecord) -> ShardReader:
-        # Not cached: a pass over the dataset must not evict the shards that lookups use.
-        return stream.open(record)
 
     def shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
         """Return an open shard; the most recently used ones stay open."""
