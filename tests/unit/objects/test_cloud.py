@@ -21,8 +21,7 @@ from spile.objects.bucket import BucketFolder, Buffers
 from spile.objects.clouds import GoogleBucket, GoogleToken
 from spile.objects.retry import RequestFailure, Retry, from_status
 from spile_fakes.buckets import Throttle
-from spile_fakes.certificates import loopback_context
-from spile_fakes.gcs import FakeGcs, FakeReply, Request
+from spile_fakes.gcs import FakeGcs, FakeReply, Request, loopback_context
 
 
 def test_backoff_grows_is_capped_and_ends() -> None:
