@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["free_port"]
+__all__ = ["coordinator_port", "free_port"]
 
 _PORTS = range(15_000, 32_000)
 """Below those that the system hands out by itself: no connection of another test takes one in the meantime."""
@@ -21,3 +26,11 @@ def free_port(address: str = "127.0.0.1") -> int:
                 continue
             return port
     raise AssertionError(f"none of 100 ports of {address} is free")
+
+
+@contextmanager
+def coordinator_port() -> Iterator[None]:
+    """Keep the port that pods use by default to one test at a time: those of two tests would meet there."""
+    with (Path(tempfile.gettempdir()) / "spile-test-coordinator-port").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -23,6 +23,7 @@ from docs.guide_world import BUCKETS, LAYERS, Ending, GuideWorld, guide_world, o
 from docs.old_guides import LINES, QWEN, OldLine
 from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
 from pod.launching import clean_environment, started
+from ports import coordinator_port
 from spile.data.manifest import StreamsManifest
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
@@ -269,7 +270,7 @@ def pod_of(at: GuideWorld, old: OldLine, hosts: int) -> list[str]:
         clean_environment(1, {"CLOUD_TPU_TASK_ID": str(number), "TPU_WORKER_HOSTNAMES": names, **there})
         for number in range(hosts)
     ]
-    with started([words] * hosts, environments) as group:
+    with coordinator_port(), started([words] * hosts, environments) as group:
         ended = group.wait(1500)
     assert [end.code for end in ended] == [0] * hosts, "\n".join(end.err for end in ended)
     return [end.out for end in ended]

@@ -11,6 +11,7 @@ import pytest
 
 from fleet.slurm_cluster import SlurmCluster, why_no_slurm
 from fleet.ssh.loopback import wait_until
+from ports import coordinator_port
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import open_folder
@@ -223,11 +224,12 @@ def test_a_real_run_that_is_preempted_is_proven(
     workers = 3 // hosts
     host_flags = ["--hosts-per-worker", str(hosts), "--partition", "graced"]
     run = RealRun(tmp_path, capsys, workers + 1, *host_flags, "--num-workers", str(workers))
-    number = slurm.submit(run.script)
-    assert wait_until(lambda: run.commits() >= 2, 200), run.output()
-    (tmp_path / "other.sh").write_text("#!/bin/bash\nsleep 1\n")
-    slurm.submit(tmp_path / "other.sh", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
-    assert wait_until(lambda: slurm.jobs() == {}, 280), run.output()
+    with coordinator_port():
+        number = slurm.submit(run.script)
+        assert wait_until(lambda: run.commits() >= 2, 200), run.output()
+        (tmp_path / "other.sh").write_text("#!/bin/bash\nsleep 1\n")
+        slurm.submit(tmp_path / "other.sh", "--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null")
+        assert wait_until(lambda: slurm.jobs() == {}, 280), run.output()
     states = {slurm.state(f"{number}_{worker}") for worker in range(workers)}
     assert states == {"COMPLETED"}, run.output()
     assert "SIGTERM: finishing the batches in flight" in run.output()

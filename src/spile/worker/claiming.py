@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -38,8 +39,6 @@ def work_on_claims(
     """Claim the unfinished stream with the most work left, run it, and repeat until nothing is left to claim.
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
-    It waits only until it has seen whether the other workers renew their claims.
-
     A single process sets a stream that fails aside, so that one damaged stream does not end every worker of the run. It
     raises the error when no other stream is left, or if a second one fails before any is complete: a common cause.
 
@@ -59,10 +58,10 @@ def work_on_claims(
     snapshots = SnapshotReader(open_folder(output))
     finished: set[int] = set()
     failed: dict[int, SpileError] = {}
-    while True:
+    for turn in itertools.count():  # A key of a pod must not be used twice: the other hosts would read its old value.
         left = [each for each in streams if each.number not in finished and each.number not in failed]
         claim = _claim(book, snapshots, left) if hosts.first else None
-        stream = int(hosts.agree("claim", _NOTHING if claim is None else claim.stream))
+        stream = int(hosts.agree(f"claim/{turn}", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
             if failed:
                 raise next(iter(failed.values()))
@@ -72,12 +71,13 @@ def work_on_claims(
         try:
             with nullcontext() if claim is None else claim.keep_renewed(log):
                 code = run(stream)
-        except Fenced as error:
-            log(f"{error.problem}; taking the next stream")
-            continue
         except SpileError as error:
-            if isinstance(error, Interrupted) or hosts.name or (failed and not finished):
+            common = failed and not finished and not isinstance(error, Fenced)
+            if isinstance(error, Interrupted) or hosts.name or common:  # Other hosts cannot know what happened here.
                 raise
+            if isinstance(error, Fenced):
+                log(f"{error.problem}; taking the next stream")
+                continue
             log(f"stream {stream} failed: {error}")
             error.__traceback__ = error.__cause__ = error.__context__ = None  # they would keep the model in memory
             failed[stream] = error
@@ -86,6 +86,7 @@ def work_on_claims(
             finished.add(stream)  # --max-tokens may end a stream before its last sample
         elif code != Fenced.exit_code:
             return code
+    raise AssertionError("unreachable")
 
 
 def _claim(book: ClaimBook, snapshots: SnapshotReader, streams: Sequence[_PlannedStream]) -> Claim | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar, cast
 
 import pytest
 
+from fleet.ssh.loopback import wait_until
 from spile.data.split import make_streams
 from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
 from spile.objects import open_folder
@@ -17,6 +21,8 @@ from spile.store.snapshot import Snapshot, State, StreamView
 from spile.worker.claiming import work_on_claims
 from spile.worker.pod.pod import WorkerGroup
 from unit.cli.refusals import lines
+
+T = TypeVar("T")
 
 
 class Run:
@@ -123,3 +129,43 @@ def test_only_a_complete_ledger_makes_a_stream_done(
     data = replace(data, dataset_dir=str(tmp_path / "streams"))
     assert work_on_claims(data, str(tmp_path / "out"), book, lambda stream: ran.append(stream) or 0) == 0
     assert ran == ([0] if runs else [])
+
+
+class Host(WorkerGroup):
+    """One host of a pod of two, whose agreements are keys that keep their first value until it is overwritten."""
+
+    def __init__(self, number: int, values: dict[str, object], both: threading.Barrier) -> None:
+        self.first, self.name = number == 0, f"worker {number} of 2"
+        self._values, self._both = values, both
+
+    def agree(self, name: str, value: T | None = None) -> T:
+        if self.first:
+            self._values[name] = value
+        assert wait_until(lambda: name in self._values)
+        return cast("T", self._values[name])
+
+    def run(self, ran: list[int]) -> Callable[[int], int]:
+        def run(stream: int) -> int:
+            ran.append(stream)
+            self._both.wait(60)  # All hosts work on a stream together.
+            return 0
+
+        return run
+
+
+def test_the_hosts_of_a_pod_work_on_the_same_streams(tmp_path: Path) -> None:
+    """The others must not read the agreement about the stream before."""
+    streams = Run(tmp_path).folder / "streams"
+    values: dict[str, object] = {}
+    both, ran = threading.Barrier(2), ([], [])  # type: ignore[var-annotated]
+    hosts = [Host(number, values, both) for number in range(2)]
+
+    def work(number: int) -> int:
+        book = ClaimBook(open_folder(str(tmp_path / "out")), "pod")
+        run = hosts[number].run(ran[number])
+        return work_on_claims(DataSpec(dataset_dir=str(streams)), str(tmp_path / "out"), book, run, hosts=hosts[number])
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [0, 0]
+    assert ran[0] == ran[1]
+    assert sorted(ran[0]) == [0, 1, 2, 3]
