@@ -27,7 +27,7 @@ from spile.reading.dataset import Dataset
 from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
-from spile.store.index import INDEX, StreamEntry, copy_ledger, group_key, pack_group
+from spile.store.index import INDEX, IndexEntry, copy_ledger, group_key, pack_group
 from spile.store.layout import STREAM, commit_key
 from spile.store.ledger import Commit, ShardRecord
 from spile.store.stream import StreamRecord, join_run, now_iso, stream_bytes
@@ -42,7 +42,7 @@ def fill(bucket: VirtualBucket, streams: int, shards: int) -> None:
     """Write the records of a finished dataset of one layer, with its index."""
     root, run = VirtualFolder(bucket, "run"), run_identity()
     join_run(root, run)
-    groups: dict[str, dict[int, StreamEntry]] = {}
+    groups: dict[str, dict[int, IndexEntry]] = {}
     for number in range(streams):
         identity = StreamIdentity(
             f"gs://bucket/streams/stream_{number:03d}.jsonl",

@@ -7,14 +7,16 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects.folder import read_ahead
-from spile.store.shard_reader import ShardReader
+
+if TYPE_CHECKING:
+    from spile.store.shard_reader import ShardReader
 
 _PIECE = 8 << 20
 """Bytes of one read, approximately."""

@@ -93,7 +93,7 @@ def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int,
 
 
 @dataclass(frozen=True)
-class StreamEntry:
+class IndexEntry:
     """The copies of one stream's ``stream.json`` and commits."""
 
     digest: str
@@ -112,12 +112,12 @@ class StreamEntry:
         return tuple(commit for commit in read if commit.stream == stream)
 
 
-def read_index(root: Folder, found: Mapping[int, StreamFiles]) -> dict[int, StreamEntry]:
+def read_index(root: Folder, found: Mapping[int, StreamFiles]) -> dict[int, IndexEntry]:
     """Return the entries that agree with a listing. Objects that cannot be read count as absent."""
     if root.local_path is not None or len(found) < _FEWEST:
         return {}
     keys = sorted({group_key(number) for number in found})
-    entries: dict[int, StreamEntry] = {}
+    entries: dict[int, IndexEntry] = {}
     for group in read_ahead((partial(_read_group, root, key) for key in keys), _READERS):
         entries |= {n: entry for n, entry in group.items() if n in found and found[n].digest == entry.digest}
     return entries
@@ -142,7 +142,7 @@ def _write_entry(root: Folder, number: int) -> None:
         root.put(key, pack_group({**group, number: entry}))
 
 
-def copy_ledger(root: Folder, number: int) -> StreamEntry:
+def copy_ledger(root: Folder, number: int) -> IndexEntry:
     """Return the entry of a stream."""
     folder = existing_folder(root, number)
     infos = [info for info in root.list(f"{folder}/") if not info.key.startswith(f"{folder}/shard_")]
@@ -151,7 +151,7 @@ def copy_ledger(root: Folder, number: int) -> StreamEntry:
     size = sum(info.size for info in infos if info.key.startswith(f"{folder}/{COMMITS}"))
     keys = [f"{folder}/{commit_key(each)}" for each in sorted(numbers)]
     commits = tuple(data.decode() for data in root.get_many(keys)) if size <= _LARGEST_LEDGER else None
-    return StreamEntry(files.digest, root.get(f"{folder}/{STREAM}").decode(), commits)
+    return IndexEntry(files.digest, root.get(f"{folder}/{STREAM}").decode(), commits)
 
 
 def group_key(number: int) -> str:
@@ -159,26 +159,26 @@ def group_key(number: int) -> str:
     return f"{INDEX}{number // _GROUP:04d}.json.z"
 
 
-def pack_group(group: Mapping[int, StreamEntry]) -> bytes:
+def pack_group(group: Mapping[int, IndexEntry]) -> bytes:
     """Return the content of an object of the index, from entries by stream."""
     fields = {str(number): [entry.digest, entry.stream, entry.commits] for number, entry in group.items()}
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
-def _unpack_group(data: bytes) -> dict[int, StreamEntry]:
+def _unpack_group(data: bytes) -> dict[int, IndexEntry]:
     """Return the entries of an object of the index; none if any of it is malformed."""
     try:
         with untrusted(StoreError, "an object of the index is malformed"):
             fields = json.loads(zlib.decompressobj().decompress(data, _LARGEST_GROUP))
             return {
-                int(number): StreamEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
+                int(number): IndexEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
                 for number, (digest, stream, texts) in fields.items()
             }
     except StoreError:
         return {}
 
 
-def _read_group(root: Folder, key: str) -> dict[int, StreamEntry]:
+def _read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
     try:
         return _unpack_group(root.get(key))
     except StoreError:

@@ -20,7 +20,7 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
-from spile.store.index import StreamEntry, read_index, survey
+from spile.store.index import IndexEntry, read_index, survey
 from spile.store.layout import (
     METADATA,
     STREAM,
@@ -208,7 +208,7 @@ class Stream:
     """One stream of a dataset: its identity and its committed shards."""
 
     def __init__(
-        self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = (), entry: StreamEntry | None = None
+        self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = (), entry: IndexEntry | None = None
     ) -> None:
         self.folder, self.record, self._entry = folder, record, entry
         self._commits: tuple[Commit, ...] | None = None

@@ -115,10 +115,9 @@ def verify(
     ``max_samples`` replaces the ``--max-samples`` of the run, whose limits are read from ``spec.json``. ``recompute``
     computes ``k`` random samples again and compares them. ``gc`` searches for garbage older than ``older_than``
     seconds, and ``remove`` removes it. ``repair`` replaces commits of earlier incarnations and keeps copies.
-    ``progress`` gets the checked and total bytes.
-    ``decode`` returns the text of token ids, to compare the texts of answers; None does not compare them.
-    ``run_parts`` checks shards in other processes with :func:`verify_part`, ``processes`` at a time. This process then
-    reads only the ledgers and merges the results, so that the report is the same.
+    ``progress`` gets the checked and total bytes. ``decode`` returns the text of token ids, to compare it with the
+    texts of answers. ``run_parts`` checks shards in other processes with :func:`verify_part`, ``processes`` at a time;
+    this process then reads only the ledgers and merges the results, so that the report is the same.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = _run_of(folder)
@@ -127,9 +126,9 @@ def verify(
     never, problems = judge_split(folder.url, [stream.number for stream in found], records, streams)
     total = sum(shard.size for stream in found for ledger in stream.ledgers for shard in ledger.shards)
     count = _Counter(lambda done: progress(done, total))
-    unchecked = (
-        () if run_parts is None else _use_results(run_parts(divide(_commit_sizes(found), processes)), found, count)
-    )
+    unchecked: tuple[str, ...] = ()
+    if run_parts is not None:
+        unchecked = _use_results(run_parts(divide(_commit_sizes(found), processes)), found, count)
     _inspect(found, run, workers or _workers(folder), count, decode)
     recomputed = None
     if recompute is not None and k:
