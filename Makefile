@@ -102,7 +102,7 @@ base-image:      ## pin the base of the Dockerfile to the digest that its tag ha
 
 requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	$(BIN)/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-header --no-emit-index-url \
-	  --no-emit-find-links --no-emit-trusted-host --extra data --extra ray --extra dev -o requirements.txt pyproject.toml
+	  --no-emit-find-links --no-emit-trusted-host --extra data --extra ray --extra view --extra dev -o requirements.txt pyproject.toml
 	if command -v uv > /dev/null; then lock="uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-header --no-annotate --no-emit-index-url"; \
 	  echo uv | $$lock --extra tpu -c requirements.txt pyproject.toml - -o src/spile/fleet/requirements.txt && \

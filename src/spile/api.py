@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from spile.errors import DataError, SpecError, SpileError, UserError, naming
+from spile.errors import SpecError, SpileError, UserError, naming
 from spile.spec.run import (
     Backend,
     BadRows,
@@ -31,7 +31,6 @@ from spile.spec.run import (
 
 if TYPE_CHECKING:
     from spile.data.arc.answers import Score
-    from spile.data.arc.grids import Grid, Task
     from spile.models.model_files import ReadConfig
     from spile.planning.forecast import Forecast
     from spile.reading.dataset import Dataset
@@ -444,9 +443,9 @@ def inspect(
             raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
         found = inspect_dataset(dataset, tap=tap, samples=max(0, samples))
         if html is not None:
-            from spile.view.report import report_page, write_page
+            from spile.view.web.export import inspection_page, write_page
 
-            write_page(report_page(dataset, found), Path(html))
+            write_page(inspection_page(dataset, tap=tap, samples=samples), Path(html))
         return found
 
 
@@ -498,7 +497,7 @@ def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool =
         private: Whether a new repository is private.
     """
     from spile.reading.push import push_dataset
-    from spile.view.report import dataset_card
+    from spile.view.card import dataset_card
 
     with naming("spile.push"):
         dataset = _opened(root)
@@ -531,52 +530,10 @@ def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset
         reference: A file with the expected outputs; None takes those of the tasks.
         dataset: The tasks; None takes the data of the run.
     """
+    from spile.reading.scoring import score_run
+
     with naming("spile.score"):
         return score_run(str(root), reference, dataset)
-
-
-def score_run(root: str, reference: str | None, dataset: str | None) -> Score:
-    """Score the answers of a run; errors name the flags of ``spile score``."""
-    from spile.data.arc.answers import by_task, read_references, score_answers
-    from spile.data.arc.encoders import parse_encoder
-    from spile.objects import open_folder
-    from spile.store.predictions import merged
-    from spile.store.stream import read_run
-    from spile.store.streams import open_streams
-
-    folder = open_folder(root)
-    run = read_run(folder)
-    if run is None or run.generation is None:
-        found = "none" if run is None else "activations alone"
-        raise UserError(f"no answers at {folder.url}", expected="what spile infer wrote", found=found)
-    if not run.answers_are_grids:
-        raise UserError(f"the answers at {folder.url}", expected="outputs of ARC tasks", found=run.prompt.version)
-    encoder = parse_encoder(run.prompt.encoder)
-    predictions, skipped = [], []
-    places = [] if dataset is None else [dataset]
-    for stream in open_streams(folder, run):
-        predictions += merged(stream.folder, stream.commits)
-        skipped += [skip.task_id for commit in stream.commits for skip in commit.skipped]
-        places += [] if dataset is not None else [stream.record.identity.data]
-    tasks = _tasks(places, needed=reference is None)
-    expected: dict[str, Grid] = {}
-    for place in places if reference is None else [reference]:
-        expected |= read_references(place)
-    return score_answers(by_task(predictions, encoder), skipped, expected, tasks)
-
-
-def _tasks(places: list[str], needed: bool) -> dict[str, Task]:
-    """Return the tasks. Unless they are needed, unreadable ones are left out, and a page shows only the answers."""
-    from spile.data.arc.answers import read_tasks
-
-    tasks: dict[str, Task] = {}
-    for place in places:
-        try:
-            tasks |= read_tasks(place)
-        except DataError as error:
-            if needed:
-                raise DataError(error.problem, fix="name the tasks with --dataset or --reference") from error
-    return tasks
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

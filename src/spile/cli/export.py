@@ -80,7 +80,7 @@ def push(
     """
     from spile.reading.dataset import open as open_dataset
     from spile.reading.push import push_dataset
-    from spile.view.report import dataset_card
+    from spile.view.card import dataset_card
 
     dataset = open_dataset(root)
     with progress_bar("pushing", "bytes") as seen:

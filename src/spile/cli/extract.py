@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 
 _VERBOSE = Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")]
+_WEB = Annotated[
+    bool, Parameter(negative="", help="Also show the run in the browser while it runs; its address is printed.")
+]
 
 
 def extract(
@@ -34,6 +37,7 @@ def extract(
     pod: PodFlags | None = None,
     engine: EngineFlags | None = None,
     backfill: BackfillFlags | None = None,
+    web: _WEB = False,
     verbose: _VERBOSE = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
@@ -48,13 +52,14 @@ def extract(
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(with_guide_defaults(flags, os.environ, log, every_stream=True), engine)
-    return run_flags(flags, pod, verbose)
+    return run_flags(flags, pod, verbose, web)
 
 
 def infer(
     *,
     flags: InferFlags | None = None,
     pod: PodFlags | None = None,
+    web: _WEB = False,
     verbose: _VERBOSE = False,
 ) -> int:
     """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
@@ -63,7 +68,7 @@ def infer(
     interrupted run. spile score shows how many answers to ARC tasks are right. Every flag can also come from --config
     run.toml or a SPILE_* variable.
     """
-    return run_flags(flags or InferFlags(), pod or PodFlags(), verbose)
+    return run_flags(flags or InferFlags(), pod or PodFlags(), verbose, web)
 
 
 def worker(
@@ -141,13 +146,16 @@ def _read_spec(location: str) -> RunSpec:
     return read_spec(location)
 
 
-def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool) -> int:
+def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool, web: bool = False) -> int:
     """Run the stream that the flags of extract or infer name, and return the exit code."""
     flags.spec()  # Report a mistake before looking for a pod or waiting for its other hosts.
     identity = pod.identity()
     spec = with_guide_defaults(flags, os.environ, log, pod=identity.count > 1).spec()
     _check_local_run(spec)
-    return run_stream(spec, pod, identity, verbose)
+    from spile.cli.view import web_of
+
+    with web_of(spec.output, web and identity.process == 0):
+        return run_stream(spec, pod, identity, verbose)
 
 
 def _check_local_run(spec: RunSpec) -> None:

@@ -138,6 +138,9 @@ def monitor(
     metrics_port: Annotated[
         int | None, Parameter(help="Serve OpenMetrics for Prometheus at http://HOST:PORT/metrics while it watches.")
     ] = None,
+    web: Annotated[
+        bool, Parameter(negative="", help="Also show the run in the browser; its address is printed.")
+    ] = False,
     project: Annotated[str | None, Parameter(help="The Google Cloud project. [default: gcloud's]")] = None,
 ) -> int:
     """Watch a dataset grow, from its ledgers and its workers' heartbeats; with a fleet, replace its dead machines.
@@ -146,6 +149,8 @@ def monitor(
     """
     if not 0.1 <= interval <= 86400:
         raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
+    from spile.cli.view import web_of
+
     home = fleet_home(root, fleet)
     console = output()
     if home is not None:
@@ -158,11 +163,13 @@ def monitor(
         if budget is not None:  # It applies to every monitor from now on.
             home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
         adjust = adjusted(interval, keep_finished)
-        return watch_fleet(
-            home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json, watch_only=watch_only,
-            metrics_port=metrics_port,
-        )  # fmt: skip
-    return _watch_root(root, console, interval, once, as_json, metrics_port)
+        with web_of(root, web, fleet=fleet):
+            return watch_fleet(
+                home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json,
+                watch_only=watch_only, metrics_port=metrics_port,
+            )  # fmt: skip
+    with web_of(root, web):
+        return _watch_root(root, console, interval, once, as_json, metrics_port)
 
 
 def fleet_home(root: str, fleet: str | None) -> FleetHome | None:

@@ -128,10 +128,9 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
 
 
 def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
-    from spile.reading.inspection import inspect_dataset
-    from spile.view.report import report_page, write_page
+    from spile.view.web.export import inspection_page, write_page
 
-    page = report_page(dataset, inspect_dataset(dataset, tap=tap, samples=max(0, samples)))
+    page = inspection_page(dataset, tap=tap, samples=samples)
     write_page(page, html)
     output().print(f"wrote {html} ({size(len(page.encode()))}): one file, nothing is fetched", markup=False)
 
@@ -153,13 +152,13 @@ def score(
     The variants of a task vote, after their augmentations are undone. An answer without a grid counts as wrong. A
     task without a reference is not scored.
     """
-    from spile.api import score_run
-    from spile.view.report import score_page, write_page
+    from spile.reading.scoring import score_run
     from spile.view.table import Lasting
+    from spile.view.web.export import score_page, write_page
 
     found = score_run(root, reference, dataset)
     if html is not None:
-        write_page(score_page(found, root), html)
+        write_page(score_page(root, found), html)
     console = Lasting(highlight=False)
     if json:
         from json import dumps

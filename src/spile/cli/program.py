@@ -70,6 +70,7 @@ SECTIONS: dict[str, tuple[Command, ...]] = {
             "Watch a dataset grow: samples, shards, state and rate of each stream.",
             "spile.cli.fleet:monitor",
         ),
+        Command("view", "Show runs, samples, layers and features in the browser.", "spile.cli.view:view"),
         Command("plan", "Estimate the tokens, bytes, hours, dollars and memory of a run.", "spile.cli.plan:plan"),
         Command("inspect", "Describe a dataset; --html writes a page with plots.", "spile.cli.inspect:inspect"),
         Command(

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects.folder import read_ahead
-from spile.reading.rows import context_of
+from spile.reading.rows import RowBatch, context_of
 from spile.spec.amounts import counted
 from spile.spec.sample import Role
 from spile.store.ledger import ShardRecord
 from spile.store.parts import DatasetPart
+from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
 from spile.store.stream import parse_iso
 from spile.store.streams import Stream, read_ledgers
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
 
 _ROWS = 1024
 """Random rows for the comparison of layers and the main directions."""
+_SAMPLES = 64
+"""The random samples that these rows are taken from."""
 _POSITIONS = 96
 """Tokens of a sample that a heat map shows."""
 _READ_ROWS = 16_384
 _THREADS = 4
+_READS = 32
+"""Concurrent reads of a few rows: a bucket answers each after tens of milliseconds."""
 
 _Array = npt.NDArray[Any]
 
@@ -145,25 +150,67 @@ class Inspection:
         return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def known_stats(dataset: Dataset, tap: str) -> bool:
-    """Return whether the statistics of a tap were computed while extracting, in every shard."""
-    shards = [shard for stream in dataset.streams_with((tap,), None) for shard in stream.shards]
-    return bool(shards) and all(TapStatistics.from_json(shard.statistics.get(tap)) is not None for shard in shards)
+def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
+    """Return the statistics of a tap from the commits alone, without sums; None if a shard has none."""
+    parts = [
+        TapStatistics.from_json(shard.statistics.get(tap), stream.number)
+        for stream in dataset.streams_with((tap,), None)
+        for shard in stream.shards
+    ]
+    known = [part for part in parts if part is not None]
+    return TapStatistics.merged(known) if known and len(known) == len(parts) else None
+
+
+def dimension_stats(dataset: Dataset, tap: str, shards: int = 8) -> TapStatistics:
+    """Return the statistics of a tap, with sums, of a few shards that are spread over the dataset."""
+    found = [(stream, record) for stream in dataset.streams_with((tap,), None) for record in stream.shards]
+    calls = (partial(_shard_statistics, *found[number], tap) for number in spread(len(found), shards))
+    return TapStatistics.merged(read_ahead(calls, _THREADS))
+
+
+def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, seed: int = 0) -> RowBatch:
+    """Return random rows at several taps, ``rows[tap]``, with what is known of each.
+
+    They are runs of neighbouring rows of up to 64 random samples, so that a large dataset in a bucket needs few reads.
+    """
+    source, count = np.random.default_rng(seed), len(dataset.samples)
+    places = np.sort(source.choice(count, min(count, _SAMPLES), replace=False))
+    length, picked = -(-rows // max(1, len(places))), []
+    for place in places.tolist():
+        number, index = dataset.samples.address(place)
+        stream = dataset.stream(number)
+        record = stream.shard_with(index)
+        if record is not None and set(taps) <= set(stream.taps):
+            picked.append((number, dataset.shard(stream, record), index, float(source.random())))
+    calls = (partial(_run_of_rows, *each, length, tuple(taps)) for each in picked)
+    parts = [part for part in read_ahead(calls, _READS) if len(part.tokens if part.tokens is not None else ())]
+    if not parts:
+        raise UserError(f"no rows at {', '.join(taps)} in {dataset.root.url}", fix="look again after the first commit")
+    return RowBatch.join(parts)
+
+
+def _run_of_rows(stream: int, shard: ShardReader, index: int, at: float, length: int, taps: Sequence[str]) -> RowBatch:
+    start, stop = shard.bounds(shard.place_of(index))
+    first = start + int(at * max(0, stop - start - length + 1))
+    last = min(stop, first + length)
+    known = context_of(stream, shard, first, last)
+    return replace(known, rows={tap: shard.rows(tap, first, last) for tap in taps})  # type: ignore[arg-type]
 
 
 def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = None, seed: int = 0) -> Inspection:
     """Read what the page needs: statistics, a few samples, and some random rows."""
-    numbers = [name for name in dataset.taps if _is_float(dataset, name)]
+    numbers = float_taps(dataset)
     stats = {name: dataset.stats(name) for name in numbers}
     chosen = tap or numbers[len(numbers) // 2]
     alike = [name for name in numbers if stats[name].sums[0].shape == stats[chosen].sums[0].shape]
-    batch = next(dataset.shuffled(alike, _ROWS, seed=seed, context=True, dtype="float32"))
-    plane, explained = _main_plane(batch.rows[chosen])
+    batch = sampled_rows(dataset, alike, seed=seed)
+    plane, explained = main_plane(batch.rows[chosen])
+    assert batch.roles is not None  # noqa: S101  for the type checker
     return Inspection(
         taps=tuple(numbers),
         stats=stats,
-        heat=tuple(_heat(dataset, number, numbers) for number in _spread(len(dataset.samples), samples)),
-        cosine=_cosine([batch.rows[name] for name in alike]),
+        heat=tuple(_heat(dataset, number, numbers) for number in spread(len(dataset.samples), samples)),
+        cosine=mean_cosine([batch.rows[name] for name in alike]),
         chosen=chosen,
         plane=plane,
         roles=batch.roles & (Role.SPECIAL | Role.SYSTEM | Role.USER | Role.ASSISTANT),
@@ -172,12 +219,18 @@ def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = Non
     )
 
 
+def float_taps(dataset: Dataset) -> list[str]:
+    """Return the taps whose rows are numbers with a norm, not token ids."""
+    return [tap for tap in dataset.taps if _is_float(dataset, tap)]
+
+
 def _is_float(dataset: Dataset, tap: str) -> bool:
     (stream, *_) = dataset.streams_with((tap,), None)
     return bool(stream.shards) and dataset.shard(stream, stream.shards[0]).row_type(tap)[0].kind not in "iu"
 
 
-def _spread(count: int, wanted: int) -> list[int]:
+def spread(count: int, wanted: int) -> list[int]:
+    """Return up to ``wanted`` numbers below ``count``, evenly spread from the first to the last."""
     return sorted({round(place) for place in np.linspace(0, count - 1, min(wanted, count))})
 
 
@@ -189,21 +242,26 @@ def _heat(dataset: Dataset, number: int, taps: list[str]) -> HeatMap:
     return HeatMap(f"stream {ref.stream}, sample {ref.index} ({ref.task_id})", ref.preview, np.stack(norms))
 
 
-def _cosine(taps: list[_Array]) -> _Array:
+def mean_cosine(taps: Sequence[_Array]) -> _Array:
+    """Return the mean cosine similarity of the same row at each pair of taps."""
     wide = [rows.astype(np.float64) for rows in taps]  # the square of a large float32 is infinite
     unit = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in wide]
     return np.array([[float(np.mean(np.sum(a * b, axis=1))) for b in unit] for a in unit])
 
 
-def _main_plane(rows: _Array) -> tuple[_Array, tuple[float, float]]:
+def main_plane(rows: _Array) -> tuple[_Array, tuple[float, float]]:
     """Return rows on their first two principal directions, and the parts of the variance that these explain."""
     centered = rows.astype(np.float64)
     centered -= centered.mean(0)
     centered /= max(float(np.abs(centered).max(initial=0.0)), 1e-300)  # only relative sizes are shown
-    _, values, directions = np.linalg.svd(centered, full_matrices=False)
-    part = values**2 / max(float(np.sum(values**2)), 1e-30)
-    second = float(part[1]) if len(part) > 1 else 0.0
-    return centered @ directions[:2].T, (float(part[0]), second)
+    wide = centered.shape[1] > len(centered)  # The smaller of the two products is many times faster than an SVD.
+    squares, vectors = np.linalg.eigh(centered @ centered.T if wide else centered.T @ centered)
+    squares, vectors = np.maximum(squares[::-1], 0.0), vectors[:, ::-1]
+    plane = vectors[:, :2] * np.sqrt(squares[:2]) if wide else centered @ vectors[:, :2]
+    part = squares / max(float(np.sum(squares)), 1e-30)
+    if plane.shape[1] < 2:
+        return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))), (float(part[0]), 0.0)
+    return plane, (float(part[0]), float(part[1]))
 
 
 def _timeline(dataset: Dataset) -> dict[int, list[tuple[float, int]]]:
@@ -237,6 +295,8 @@ class Comparison:
     different: tuple[str, ...]
     """Task ids of samples at the same place of the data whose tokens differ."""
     taps: dict[str, TapComparison]
+    by_sample: tuple[tuple[float, int, int, str], ...] = ()
+    """The largest distance in each sample, its stream, its index and the tap: the most different samples first."""
 
     def __repr__(self) -> str:
         lines = [f"{counted(self.samples, 'sample')} in both datasets, {len(self.different):,} with other tokens"]
@@ -248,8 +308,17 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare_datasets(a: Dataset, b: Dataset, taps: Sequence[str] | None = None) -> Comparison:
-    """Compare the rows of the same samples in two datasets. Samples are matched by stream and index."""
+def compare_datasets(
+    a: Dataset, b: Dataset, taps: Sequence[str] | None = None, *, samples: int | None = None
+) -> Comparison:
+    """Compare the rows of the same samples in two datasets. Samples are matched by stream and index.
+
+    Args:
+        a: The dataset whose norms distances are relative to.
+        b: The other dataset.
+        taps: The taps; None takes those that both have.
+        samples: Compare only this many samples, spread over the data; None compares all.
+    """
     for tap in taps or ():
         a.streams_with((tap,), None), b.streams_with((tap,), None)
     wanted = [tap for tap in (taps or a.taps) if tap in b.taps]
@@ -257,23 +326,29 @@ def compare_datasets(a: Dataset, b: Dataset, taps: Sequence[str] | None = None) 
         raise UserError("taps", expected=f"a tap of both datasets, such as {', '.join(a.taps[:3])}", found="none")
     here = {b.samples.address(place) for place in range(len(b))}
     common = [address for place in range(len(a)) if (address := a.samples.address(place)) in here]
+    if samples is not None:
+        common = [common[place] for place in spread(len(common), samples)]
     pairs: dict[str, list[tuple[_Array, _Array]]] = {tap: [] for tap in wanted}
-    different, same = [], 0
+    different, by_sample, same = [], [], 0
     for address in common:
         one, other = a.sample(*address), b.sample(*address)
         if not np.array_equal(one.context, other.context) or not np.array_equal(one.positions, other.positions):
             different.append(one.task_id)
             continue
         same += 1
-        for tap in wanted:
-            if tap in one.taps and tap in other.taps:
-                pairs[tap].append(_distance_of(one[tap], other[tap], tap))
+        shared = [tap for tap in wanted if tap in one.taps and tap in other.taps]
+        mine, theirs = one.all_rows(shared), other.all_rows(shared)
+        found = {tap: row_distances(mine[tap], theirs[tap], tap) for tap in shared}
+        for tap, each in found.items():
+            pairs[tap].append(each)
+        by_sample += [max((float(far.max(initial=0.0)), *address, tap) for tap, (far, _) in found.items())]
     if not same:
         raise UserError("the two datasets have no sample with the same tokens", fix="extract the same data with both")
-    return Comparison(same, tuple(different), {tap: _compared(found) for tap, found in pairs.items() if found})
+    summaries = {tap: _compared(found) for tap, found in pairs.items() if found}
+    return Comparison(same, tuple(different), summaries, tuple(sorted(by_sample, reverse=True)))
 
 
-def _distance_of(one: _Array, other: _Array, tap: str) -> tuple[_Array, _Array]:
+def row_distances(one: _Array, other: _Array, tap: str) -> tuple[_Array, _Array]:
     """Return the relative distance and the cosine similarity of each row."""
     if one.shape != other.shape:
         raise UserError(f"{tap} of the two datasets", expected=f"rows of {one.shape[1]}", found=other.shape[1])

@@ -111,11 +111,11 @@ class SampleRows(ABC):
         if values is None:
             chosen = str(tap) if tap is not None else self.taps[len(self.taps) // 2]
             numbers: _Array = np.linalg.norm(self[chosen].astype(np.float64), axis=1)
-            return TokenMap(self._shown_texts(), numbers, self.roles, f"norm at {chosen}")
+            return TokenMap(self.shown_texts(), numbers, self.roles, f"norm at {chosen}")
         numbers = np.asarray(values, np.float64)
         if numbers.shape != (len(self),):
             raise UserError("values", expected=f"{len(self)} numbers, one for each row", found=f"shape {numbers.shape}")
-        return TokenMap(self._shown_texts(), numbers, self.roles, "value" if tap is None else str(tap))
+        return TokenMap(self.shown_texts(), numbers, self.roles, "value" if tap is None else str(tap))
 
     def attention(self, layer: int) -> _Array:
         """Return the stored attention weights of a layer, ``[heads, rows, tokens]``; those not stored are 0."""
@@ -129,7 +129,7 @@ class SampleRows(ABC):
         np.put_along_axis(matrix, ids.astype(np.int64), weights, axis=2)
         return matrix[..., :-1].transpose(1, 0, 2)
 
-    def _shown_texts(self) -> list[str]:
+    def shown_texts(self) -> list[str]:
         """Return the texts of the tokens, or their ids if the tokenizer is not available."""
         try:
             return self.token_texts
@@ -218,16 +218,25 @@ class StoredSample(SampleRows):
         """The :class:`~spile.spec.sample.Role` bits of each row's token."""
         return self._shard.rows("roles", self._start, self._stop)
 
-    def rows(self, tap: str | Tap) -> _Array:
-        """Return the rows ``[length, d]`` at one tap in the stored dtype, with one range read."""
+    def rows(self, tap: str | Tap, first: int = 0, count: int | None = None) -> _Array:
+        """Return the rows ``[length, d]`` at one tap in the stored dtype, with one range read.
+
+        Args:
+            tap: The tap.
+            first: The number of the first row.
+            count: The largest number of rows; None takes all.
+        """
         if str(tap) not in self.taps:
             raise no_tap(str(tap), self.taps)
-        return self._shard.rows(str(tap), self._start, self._stop)
+        start = min(self._start + first, self._stop)
+        return self._shard.rows(str(tap), start, self._stop if count is None else min(start + count, self._stop))
 
-    def all_rows(self, taps: Iterable[str | Tap] | None = None) -> dict[str, _Array]:
-        """Return the rows ``[length, d]`` at all taps, or at the given ones, read in parallel."""
+    def all_rows(
+        self, taps: Iterable[str | Tap] | None = None, *, first: int = 0, count: int | None = None
+    ) -> dict[str, _Array]:
+        """Return the rows ``[length, d]`` at all taps, or at the given ones, read in parallel; see :meth:`rows`."""
         names = self.taps if taps is None else tuple(str(tap) for tap in taps)
-        calls = (partial(self.rows, name) for name in names)
+        calls = (partial(self.rows, name, first, count) for name in names)
         return dict(zip(names, read_ahead(calls, _PARALLEL), strict=True))
 
 

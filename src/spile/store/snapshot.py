@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from spile.errors import Damaged, SpileError
 from spile.objects.folder import Folder
@@ -15,7 +15,7 @@ from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENCE, Beat, read_beat
 from spile.store.layout import PROGRESS
-from spile.store.ledger import Ledger, read_commits
+from spile.store.ledger import Commit, Ledger, read_commits
 from spile.store.stream import StreamRecord, parse_iso, read_stream
 from spile.store.streams import find_streams
 
@@ -172,12 +172,26 @@ class Snapshot:
         }
 
 
+class CommitPoint(NamedTuple):
+    """When a commit was made and what it added: the history of a stream."""
+
+    time: float
+    attempt: str
+    samples: int
+    tokens: int
+    bytes: int
+
+
 class SnapshotReader:
     """Takes repeated snapshots of a dataset. Each one reads only new commits."""
 
     def __init__(self, root: Folder, clock: Callable[[], float] = time.time) -> None:
         self._root, self._clock = root, clock
         self._ledgers: dict[int, tuple[str, Ledger]] = {}
+        self.history: dict[int, list[CommitPoint]] = {}
+        """The commits of each stream that record their time."""
+        self.beats: dict[int, Beat] = {}
+        """The last heartbeat of each stream."""
 
     def take(self) -> Snapshot:
         folders = find_streams(self._root)
@@ -193,6 +207,8 @@ class SnapshotReader:
         except Damaged as error:  # Other errors of the store do not mean that the stream is damaged.
             return StreamView(number, name, State.DAMAGED, last_error=str(error))
         beat, now = read_beat(folder), self._clock()
+        if beat is not None:
+            self.beats[number] = beat
         return view_of(number, name, record, ledger, beat, now - _clock_error(folder, beat, now))
 
     def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
@@ -201,9 +217,24 @@ class SnapshotReader:
         known_id, known = self._ledgers.get(number, (record.id, Ledger()))
         if known_id != record.id:  # The stream was cleared and started again.
             known = Ledger()
-        ledger = known.plus(read_commits(folder, record.id, after=known.commits))
+        if not known.commits:
+            self.history[number] = []
+        added = list(read_commits(folder, record.id, after=known.commits))
+        self.history[number] += [_point(commit) for commit in added if commit.created]
+        ledger = known.plus(added)
         self._ledgers[number] = record.id, ledger
         return ledger
+
+
+def _point(commit: Commit) -> CommitPoint:
+    shards = commit.shards
+    return CommitPoint(
+        parse_iso(commit.created),
+        commit.attempt,
+        sum(shard.count for shard in shards) + len(commit.skipped),
+        sum(shard.tokens for shard in shards),
+        sum(shard.size for shard in shards),
+    )
 
 
 def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:

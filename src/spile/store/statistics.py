@@ -141,6 +141,11 @@ class TapStatistics:
         return {"count": self.count, "norms": quantiles, "sinks": self.sinks, "sink_tokens": tokens}
 
 
+def bin_edge(place: int) -> float:
+    """Return the smallest norm of a bin."""
+    return 0.0 if place in (_ZERO, _ZERO + 1) else math.exp(place * _GROWTH)
+
+
 def _middle(place: int) -> float:
     return 0.0 if place == _ZERO else math.exp((place + 0.5) * _GROWTH)
 

@@ -358,7 +358,7 @@ def test_an_output_that_cannot_be_in_a_bucket_is_refused_and_no_folder_named_gs_
 
 
 def test_a_page_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
-    from spile.view.report import write_page
+    from spile.view.web.export import write_page
 
     with pytest.raises(UserError, match=r"--html .*page: expected a file that can be written, found No such file"):
         write_page("<html>", tmp_path / "no" / "page")

@@ -1,0 +1,503 @@
+"""The JSON endpoints of the web application: each is a function of the query that reads and returns plain values.
+
+A dataset is named by its number on the command line, so that a request cannot name another path. The same functions
+answer the server's requests and fill an exported file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from spile.data.arc.answers import Score, TaskScore
+from spile.errors import SpileError, UserError
+from spile.reading.dataset import Dataset
+from spile.reading.inspection import (
+    compare_datasets,
+    dimension_stats,
+    float_taps,
+    known_stats,
+    main_plane,
+    mean_cosine,
+    row_distances,
+    sampled_rows,
+)
+from spile.reading.rows import RowBatch, SampleRef
+from spile.reading.samples import StoredSample
+from spile.reading.scoring import score_run
+from spile.spec.sample import Prediction, Role
+from spile.store.predictions import read_predictions
+from spile.store.shard_reader import ShardReader
+from spile.store.statistics import TapAccumulator, TapStatistics, bin_edge
+from spile.version import __version__
+from spile.view.web.features import FeatureIndex
+from spile.view.web.roots import Root
+
+_PAGE = 500
+"""The largest number of samples in one answer."""
+_SEARCH_SECONDS = 1.0
+_MATCHES = 200
+_TOKENS = 256
+"""The tokens of a layer × token view: all taps of a long sample would be hundreds of megabytes."""
+_COMPARED = 24
+_QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+_OUTLIER = 6.0
+"""A dimension whose root mean square exceeds the median of all dimensions by this factor is an outlier."""
+_DEAD = 1e-6
+"""A dimension whose standard deviation is below this fraction of the median is dead."""
+
+_LARGE = 3e38
+
+_Array = npt.NDArray[Any]
+_Answer = dict[str, Any]
+
+
+def to_json(value: Any) -> bytes:
+    """Return an answer as JSON. NaN and infinity become null."""
+    return orjson.dumps(value, default=_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _default(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Query:
+    """The parameters of a request, each of which is checked when it is read."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._values.get(name, default)[:1000]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """Return a whole number from 0 to 2^31."""
+        found = self._values.get(name, "" if default is None else str(default))
+        if not (found.isascii() and found.isdigit() and len(found) < 10):
+            raise UserError(name, expected="a whole number", found=repr(found[:40]))
+        return int(found)
+
+
+class Viewer:
+    """Answers the requests of the pages."""
+
+    def __init__(self, roots: Sequence[Root], features: FeatureIndex | None = None, *, live: bool = True) -> None:
+        self.roots, self.features, self.live = list(roots), features, live
+        self._scores: dict[int, Score] = {}
+        """Scores that were computed before, by the number of the root."""
+
+    def answer(self, name: str, values: Mapping[str, str]) -> Any:
+        """Return the answer of an endpoint; raise :class:`SpileError` if there is none."""
+        if name not in ENDPOINTS:
+            raise UserError(f"no endpoint {name[:40]!r}", expected=f"one of {', '.join(ENDPOINTS)}")
+        return ENDPOINTS[name](self, Query(values))
+
+    def root(self, query: Query, name: str = "root") -> Root:
+        number = query.number(name, 0)
+        if number >= len(self.roots):
+            raise UserError(name, expected=f"a number below {len(self.roots)}", found=number)
+        return self.roots[number]
+
+    def show_score(self, root: int, score: Score) -> None:
+        """Show this score instead of computing one."""
+        self._scores[root] = score
+
+    def score(self, number: int) -> Score:
+        """Return the score of an infer run on ARC tasks."""
+        if number not in self._scores:
+            self._scores[number] = score_run(self.roots[number].url, None, None)
+        return self._scores[number]
+
+
+def _compact(values: _Array) -> _Array:
+    """Return numbers as float32, which is shorter as text, unless some are too large for it."""
+    return values if np.abs(values).max(initial=0.0) > _LARGE else values.astype(np.float32)
+
+
+def _about(viewer: Viewer, query: Query) -> _Answer:
+    del query
+    roots = [{"url": root.url, "fleet": root.home is not None} for root in viewer.roots]
+    return {"version": __version__, "roots": roots, "features": viewer.features is not None, "live": viewer.live}
+
+
+def _run(viewer: Viewer, query: Query) -> _Answer:
+    return viewer.root(query).describe_run()
+
+
+def _stream(viewer: Viewer, query: Query) -> _Answer:
+    return viewer.root(query).describe_stream(query.number("stream"))
+
+
+def _events(viewer: Viewer, query: Query) -> _Answer:
+    return {"events": viewer.root(query).events()}
+
+
+def _dataset(viewer: Viewer, query: Query) -> _Answer:
+    dataset = viewer.root(query).dataset()
+    run, streams = dataset.run, dataset.streams
+    return {
+        "url": dataset.root.url,
+        "model": run.model,
+        "dtype": run.dtype,
+        "store_dtype": run.store_dtype,
+        "d_model": run.d_model,
+        "streams": len(streams),
+        "samples": len(dataset.samples),
+        "tokens": sum(stream.tokens for stream in streams),
+        "bytes": sum(file.size for stream in streams for file in stream.files),
+        "taps": dataset.taps,
+        "float_taps": float_taps(dataset) if any(stream.shards for stream in streams) else [],
+        "keep": list(run.keep or ()),
+        "answers": run.generation is not None,
+        "grids": bool(run.generation is not None and run.answers_are_grids),
+    }
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def _samples(viewer: Viewer, query: Query) -> _Answer:
+    """Return a page of the list of samples, or the samples that match a search."""
+    dataset = viewer.root(query).dataset()
+    names = ("find", "label", "role", "min", "max")
+    if any(query.text(name) for name in names):
+        return _search(dataset, query)
+    start, count = query.number("start", 0), min(query.number("count", 100), _PAGE)
+    found = dataset.samples[start : start + count]
+    return {"total": len(dataset.samples), "start": start, "rows": [_listed(ref) for ref in found]}
+
+
+def _listed(ref: SampleRef) -> list[Any]:
+    return [ref.stream, ref.index, ref.task_id, ref.length, ref.preview, _plain(ref.kept)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a kept field as JSON; anything but text, numbers, lists and objects becomes text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _search(dataset: Dataset, query: Query) -> _Answer:
+    """Search shard by shard for about a second. ``next`` continues the search in a later request."""
+    wanted, role = query.text("find").lower(), query.text("role").upper()
+    label, _, value = query.text("label").partition("=")
+    low, high = query.number("min", 0), query.number("max", 999_999_999)
+    if role and role not in Role.__members__:
+        raise UserError("role", expected=f"one of {', '.join(Role.__members__).lower()}", found=role)
+    shards = [(stream, record) for stream in dataset.streams for record in stream.shards]
+    rows, place, scanned = [], query.number("next", 0), 0
+    end = time.monotonic() + _SEARCH_SECONDS
+    for stream, record in shards[place:]:
+        shard = dataset.shard(stream, record)
+        for number in _matches(shard, wanted, role, (low, high), whole=bool(query.text("whole")), dataset=dataset):
+            note = shard.notes[number]
+            kept = _plain(note.get("kept", {}))
+            if not label or str(kept.get(label)) == value:
+                first, last = shard.bounds(number)
+                index = int(shard.read_tensor("sample_index")[number])
+                rows.append([stream.number, index, note["task_id"], last - first, note["preview"], kept])
+        place, scanned = place + 1, scanned + record.count
+        if len(rows) >= _MATCHES or time.monotonic() > end:
+            break
+    return {"rows": rows, "scanned": scanned, "next": place if place < len(shards) else None}
+
+
+def _matches(
+    shard: ShardReader, wanted: str, role: str, lengths: tuple[int, int], *, whole: bool, dataset: Dataset
+) -> list[int]:
+    """Return the places of the samples in a shard that match."""
+    offsets = shard.read_tensor("offsets")
+    sizes = np.diff(offsets)
+    keep = (sizes >= lengths[0]) & (sizes <= lengths[1])
+    if role:
+        roles = shard.read_tensor("roles") & np.uint8(Role[role])
+        keep &= np.array([bool(roles[a:b].any()) for a, b in pairwise(offsets.tolist())], np.bool_)
+    found = []
+    for number in np.flatnonzero(keep).tolist():
+        note = shard.notes[number]
+        text = f"{note['task_id']}\n{note['preview']}\n{' '.join(map(str, note.get('kept', {}).values()))}".lower()
+        if wanted in text or (whole and wanted in dataset.decode(shard.context(number)).lower()):
+            found.append(number)
+    return found
+
+
+def _chosen(viewer: Viewer, query: Query, root: str = "root") -> StoredSample:
+    return viewer.root(query, root).dataset().sample(query.number("stream"), query.number("index"))
+
+
+def _sample(viewer: Viewer, query: Query) -> _Answer:
+    """Return a sample without its rows: tokens and their texts, roles, kept fields, and its answer."""
+    dataset, sample = viewer.root(query).dataset(), _chosen(viewer, query)
+    ref = sample.ref
+    return {
+        "stream": ref.stream,
+        "index": ref.index,
+        "task_id": ref.task_id,
+        "truncated": ref.truncated,
+        "augmentation": _plain(ref.augmentation),
+        "kept": _plain(ref.kept),
+        "tokens": sample.shown_texts(),
+        "ids": sample.tokens,
+        "positions": sample.positions,
+        "roles": sample.roles,
+        "taps": [tap for tap in float_taps(dataset) if tap in sample.taps],
+        "answer": _answer_of(dataset, sample),
+    }
+
+
+def _answer_of(dataset: Dataset, sample: StoredSample) -> _Answer | None:
+    stream = dataset.stream(sample.ref.stream)
+    record = stream.shard_with(sample.ref.index)
+    if record is None or record.predictions is None:
+        return None
+    answers = read_predictions(stream.folder, record)
+    found: Prediction | None = next((each for each in answers if each.sample == sample.ref.index), None)
+    if found is None:
+        return None
+    try:
+        texts = dataset.tokenizer.pieces(found.tokens)
+    except SpileError:
+        texts = [f" {token}" for token in found.tokens]
+    return {"text": found.text, "tokens": texts, "logprobs": list(found.logprobs), "stop_reason": found.stop_reason}
+
+
+def _heat(viewer: Viewer, query: Query) -> _Answer:
+    """Return one number for each token of a sample."""
+    sample, measure, tap = _chosen(viewer, query), query.text("measure", "norm"), query.text("tap")
+    if measure == "distance":
+        other = query.text("other")
+        both = sample.all_rows((tap, other))
+        values, _ = row_distances(both[tap], both[other], f"{tap} and {other}")
+    else:
+        rows = sample[tap].astype(np.float64)
+        values = _measured(rows, measure, query)
+    return {"values": _compact(values)}
+
+
+def _measured(rows: _Array, measure: str, query: Query) -> _Array:
+    if measure == "norm":
+        return np.asarray(np.linalg.norm(rows, axis=1))
+    if measure == "dimension":
+        number = query.number("dimension", 0)
+        if number >= rows.shape[1]:
+            raise UserError("dimension", expected=f"a number below {rows.shape[1]}", found=number)
+        return np.asarray(rows[:, number])
+    if measure == "similarity":
+        number = query.number("token", 0)
+        if number >= len(rows):
+            raise UserError("token", expected=f"a number below {len(rows)}", found=number)
+        unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
+        return np.asarray(unit @ unit[number])
+    raise UserError("measure", expected="norm, dimension, similarity or distance", found=measure[:40])
+
+
+def _grid(viewer: Viewer, query: Query) -> _Answer:
+    """Return the layer × token view: the norm of each row, or its distance from the row at the tap before."""
+    sample, first = _chosen(viewer, query), query.number("first", 0)
+    taps = [tap for tap in float_taps(viewer.root(query).dataset()) if tap in sample.taps]
+    rows = sample.all_rows(taps, first=first, count=_TOKENS)
+    if query.text("measure", "norm") == "norm":
+        values = [np.linalg.norm(rows[tap].astype(np.float64), axis=1) for tap in taps]
+        return {"taps": taps, "first": first, "values": [_compact(each) for each in values]}
+    alike = [(a, b) for a, b in pairwise(taps) if rows[a].shape == rows[b].shape]
+    values = [row_distances(rows[a], rows[b], b)[0] for a, b in alike]
+    return {"taps": [b for _, b in alike], "first": first, "values": [_compact(each) for each in values]}
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _layers(viewer: Viewer, query: Query) -> _Answer:
+    """Return the norms of every tap, from the commits, or from random rows if those have no statistics."""
+    dataset = viewer.root(query).dataset()
+    taps = float_taps(dataset)
+    known = {tap: known_stats(dataset, tap) for tap in taps}
+    missing = [tap for tap in taps if known[tap] is None]
+    sampled = _sampled_stats(sampled_rows(dataset, missing), missing) if missing else {}
+    rows = [_norms(tap, known[tap] or sampled[tap], complete=known[tap] is not None) for tap in taps]
+    return {"quantiles": _QUANTILES, "taps": rows}
+
+
+def _sampled_stats(batch: RowBatch, taps: Sequence[str]) -> dict[str, TapStatistics]:
+    found = {}
+    for tap in taps:
+        taken = TapAccumulator(batch.rows[tap].shape[1])
+        taken.add(batch.rows[tap], *(np.asarray(each) for each in (batch.tokens, batch.samples, batch.positions)))
+        found[tap] = taken.result()
+    return found
+
+
+def _norms(tap: str, stats: TapStatistics, *, complete: bool) -> _Answer:
+    return {
+        "tap": tap,
+        "rows": stats.count,
+        "complete": complete,
+        "quantiles": [stats.norm_quantile(q) for q in _QUANTILES],
+        "largest": stats.top[0].norm if stats.top else None,
+        "sinks": stats.sinks,
+    }
+
+
+def _tap(viewer: Viewer, query: Query) -> _Answer:
+    """Return a tap at a glance: the distribution of norms, its largest rows, and its dimensions."""
+    dataset, tap = viewer.root(query).dataset(), query.text("tap")
+    few = dimension_stats(dataset, tap)
+    stats = known_stats(dataset, tap) or few
+    mean, deviation = few.mean, np.sqrt(few.variance)
+    size = np.sqrt(mean**2 + deviation**2)
+    typical = float(np.median(size))
+    return {
+        "tap": tap,
+        "rows": stats.count,
+        "bins": [[bin_edge(place), bin_edge(place + 1), count] for place, count in stats.norms.items()],
+        "median": stats.norm_quantile(0.5),
+        "sink_norm": stats.sink_norm,
+        "sinks": stats.sinks,
+        "top": [[row.norm, _text_of(dataset, row.token), row.stream, row.sample, row.position] for row in stats.top],
+        "dimension_rows": few.count,
+        "size": _compact(size),
+        "mean": _compact(mean),
+        "outliers": np.flatnonzero(size > _OUTLIER * typical),
+        "dead": np.flatnonzero(deviation < _DEAD * max(float(np.median(deviation)), 1e-30)),
+    }
+
+
+def _text_of(dataset: Dataset, token: int) -> str:
+    try:
+        return dataset.decode(token)
+    except SpileError:
+        return f"token {token}"
+
+
+def _space(viewer: Viewer, query: Query) -> _Answer:
+    """Return random rows on their first two principal directions, with the role and the kept fields of each."""
+    dataset, tap = viewer.root(query).dataset(), query.text("tap")
+    batch = sampled_rows(dataset, [tap])
+    plane, explained = main_plane(batch.rows[tap])
+    kept = {name: [_plain(each) for each in values.tolist()] for name, values in (batch.kept or {}).items()}
+    return {
+        "points": _compact(plane),
+        "explained": explained,
+        "roles": batch.roles,
+        "tokens": [_text_of(dataset, token) for token in np.asarray(batch.tokens).tolist()],
+        "streams": batch.streams,
+        "samples": batch.samples,
+        "kept": kept,
+    }
+
+
+def _cosine(viewer: Viewer, query: Query) -> _Answer:
+    """Return the mean cosine similarity of the same token at each pair of taps of the same width."""
+    dataset = viewer.root(query).dataset()
+    taps = float_taps(dataset)
+    widths = {tap: _width(dataset, tap) for tap in taps}
+    alike = [tap for tap in taps if widths[tap] == widths[taps[len(taps) // 2]]]
+    batch = sampled_rows(dataset, alike)
+    values = _compact(mean_cosine([batch.rows[tap] for tap in alike]))
+    return {"taps": alike, "values": values, "rows": len(np.asarray(batch.tokens))}
+
+
+def _width(dataset: Dataset, tap: str) -> int:
+    (stream, *_) = dataset.streams_with((tap,), None)
+    return dataset.shard(stream, stream.shards[0]).row_type(tap)[1]
+
+
+# -- two datasets, features, scores ------------------------------------------------------------------------------------
+
+
+def _compare(viewer: Viewer, query: Query) -> _Answer:
+    """Return how far some samples of two datasets are apart, and which samples differ most."""
+    a, b = viewer.root(query, "root").dataset(), viewer.root(query, "other").dataset()
+    shared = [tap for tap in float_taps(a) if tap in b.taps and _width(a, tap) == _width(b, tap)]
+    found = compare_datasets(a, b, shared or None, samples=_COMPARED)
+    names = {}
+    for _, stream, index, _ in found.by_sample:
+        names[stream, index] = a.sample(stream, index).task_id
+    return {
+        "samples": found.samples,
+        "different": list(found.different[:20]),
+        "taps": [[tap, each.rows, each.median, each.largest, each.cosine] for tap, each in found.taps.items()],
+        "by_sample": [
+            [far, stream, index, names[stream, index], tap] for far, stream, index, tap in found.by_sample[:_PAGE]
+        ],
+    }
+
+
+def _difference(viewer: Viewer, query: Query) -> _Answer:
+    """Return the distance of each token's row in two datasets, relative to the norm in the first, at every tap."""
+    one, two = _chosen(viewer, query, "root"), _chosen(viewer, query, "other")
+    first = query.number("first", 0)
+    dataset = viewer.root(query).dataset()
+    shared = [tap for tap in float_taps(dataset) if tap in one.taps and tap in two.taps]
+    mine, theirs = (each.all_rows(shared, first=first, count=_TOKENS) for each in (one, two))
+    alike = [tap for tap in shared if mine[tap].shape == theirs[tap].shape]
+    values = [_compact(row_distances(mine[tap], theirs[tap], tap)[0]) for tap in alike]
+    return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}
+
+
+def _features(viewer: Viewer, query: Query) -> _Answer:
+    return _index(viewer).overview(viewer.root(query).dataset())
+
+
+def _feature(viewer: Viewer, query: Query) -> _Answer:
+    return _index(viewer).feature(viewer.root(query).dataset(), query.number("feature"))
+
+
+def _index(viewer: Viewer) -> FeatureIndex:
+    if viewer.features is None:
+        raise UserError("no autoencoder was given", fix="start with: spile view ROOT --sae PATH")
+    return viewer.features
+
+
+def _score(viewer: Viewer, query: Query) -> _Answer:
+    """Return the score of an infer run on ARC tasks, with the grids of each task."""
+    viewer.root(query)
+    score = viewer.score(query.number("root", 0))
+    summary = {name: value for name, value in score.record().items() if name != "by_task"}
+    return {"summary": summary, "tasks": [_task(task) for task in score.tasks]}
+
+
+def _task(task: TaskScore) -> _Answer:
+    known = task.task
+    return {
+        "id": task.answers.task_id,
+        "state": "unscored" if task.expected is None else "right" if task.right else "wrong",
+        "train": [] if known is None else [{"input": pair.input, "output": pair.output} for pair in known.train],
+        "test": None if known is None else known.test[0],
+        "expected": task.expected,
+        "attempts": list(task.answers.grids[:2]),
+        "votes": list(task.answers.votes[:2]),
+        "predictions": task.answers.predictions,
+        "unreadable": task.answers.unreadable,
+    }
+
+
+ENDPOINTS: dict[str, Callable[[Viewer, Query], _Answer]] = {
+    "about": _about,
+    "run": _run,
+    "stream": _stream,
+    "events": _events,
+    "dataset": _dataset,
+    "samples": _samples,
+    "sample": _sample,
+    "heat": _heat,
+    "grid": _grid,
+    "layers": _layers,
+    "tap": _tap,
+    "space": _space,
+    "cosine": _cosine,
+    "compare": _compare,
+    "difference": _difference,
+    "features": _features,
+    "feature": _feature,
+    "score": _score,
+}

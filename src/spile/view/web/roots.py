@@ -1,0 +1,244 @@
+"""The datasets that the web application shows: opened on request, with their snapshots and fleets."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from spile.errors import SpileError, UserError
+from spile.fleet.agent import read_log
+from spile.fleet.home import FleetHome
+from spile.objects import open_folder
+from spile.objects.folder import NotFound
+from spile.reading.dataset import Dataset
+from spile.reading.dataset import open as open_dataset
+from spile.store.snapshot import CommitPoint, Snapshot, SnapshotReader, StreamView
+from spile.store.stream import parse_iso
+
+_REOPEN = 20.0
+"""Seconds after which an unfinished dataset is opened again, to see new commits."""
+_PATIENCE = 3.0
+"""Seconds that the first page waits for the tokenizer."""
+_BINS = 240
+"""The number of points of the plot of the throughput."""
+_ACTIONS = 500
+_LOG_LINES = 400
+_COMMITS = 100
+COLUMNS = (
+    "number", "name", "zone", "state", "phase", "samples", "expected", "rate", "seconds_left", "tokens", "bytes",
+    "shards", "committed", "last_commit", "age", "restarts", "retries", "reason",
+)  # fmt: skip
+"""The columns of the table of streams, in the order of a row's values."""
+
+
+class _NoTexts:
+    """Stands for a tokenizer that is not there, or not yet: pages then show token ids."""
+
+    def decode(self, _tokens: Sequence[int]) -> str:
+        raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
+
+    def pieces(self, _tokens: Sequence[int]) -> list[str]:
+        raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
+
+
+class Root:
+    """One dataset on the command line, and its fleet if it has one."""
+
+    def __init__(
+        self,
+        url: str,
+        home: FleetHome | None = None,
+        model: str | None = None,
+        *,
+        dataset: Dataset | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.home, self._model, self._clock = home, model, clock
+        self.url = home.read_fleet().root if home is not None else url
+        self.folder = open_folder(self.url)
+        self._reader = SnapshotReader(self.folder, clock)
+        self._lock, self._snapshot_lock = threading.Lock(), threading.Lock()
+        self._dataset = dataset
+        self._tokenizer: Any = None
+        self._opened = clock()
+        self._snapshot: Snapshot | None = None
+
+    def dataset(self) -> Dataset:
+        """Return the dataset. An unfinished one is opened again after a while, because it may have grown."""
+        with self._lock:
+            known = self._dataset
+            if known is None or (self._clock() - self._opened > _REOPEN and not self._is_done()):
+                known = open_dataset(self.url, self._model)
+                self._opened = self._clock()
+            if known is not self._dataset or self._tokenizer is None:
+                self._dataset = known
+                self._load_tokenizer(known)
+            return known
+
+    def _load_tokenizer(self, dataset: Dataset) -> None:
+        """Load the tokenizer once, in a thread: the hub may not answer for minutes, and pages do without it."""
+        if self._tokenizer is None:
+            self._tokenizer = _NoTexts()
+
+            def load() -> None:
+                with suppress(SpileError, OSError):
+                    self._tokenizer = dataset.tokenizer
+
+            loading = threading.Thread(target=load, name="tokenizer", daemon=True)
+            loading.start()
+            loading.join(_PATIENCE)
+            if loading.is_alive():
+                self._opened = 0.0  # The dataset is opened again, and then has the tokenizer.
+        dataset.__dict__["tokenizer"] = self._tokenizer  # It replaces the cached property.
+
+    def _is_done(self) -> bool:
+        return self._snapshot is not None and self._snapshot.done and self._snapshot.taken < self._opened
+
+    def snapshot(self, max_age: float = 2.0) -> Snapshot:
+        """Return the state of all streams, at most this many seconds old."""
+        with self._snapshot_lock:
+            known = self._snapshot
+            if known is None or self._clock() - known.taken > max_age:
+                known = self._snapshot = self._reader.take()
+            return known
+
+    def describe_run(self, max_age: float = 2.0) -> dict[str, Any]:
+        """Return the table of streams, the totals, the throughput over time and the state of the fleet."""
+        snapshot = self.snapshot(max_age)
+        fleet = self._fleet_state()
+        zones, stories = fleet.pop("zones", {}), fleet.pop("stories", {})
+        rows = [self._row(view, zones.get(view.number, ""), stories.get(view.number)) for view in snapshot.streams]
+        state = snapshot.to_json()
+        del state["streams"]
+        return {
+            **state,
+            "columns": COLUMNS,
+            "rows": rows,
+            "states": {view.state.value: snapshot.count(view.state) for view in snapshot.streams},
+            "throughput": throughput(self._reader.history, self._starts()),
+            "quarantined": snapshot.quarantined,
+            "fleet": fleet or None,
+        }
+
+    def _starts(self) -> dict[str, float]:
+        """Return when the current attempt of each stream started, by the id of the attempt."""
+        found = {}
+        for beat in self._reader.beats.values():
+            with suppress(ValueError):
+                found[beat.attempt] = parse_iso(beat.started)
+        return found
+
+    def _row(self, view: StreamView, zone: str, story: tuple[int, str] | None) -> list[Any]:
+        commits = self._reader.history.get(view.number, [])
+        attempts = {point.attempt for point in commits}
+        beat = self._reader.beats.get(view.number)
+        if beat is not None:
+            attempts.add(beat.attempt)
+        restarts, reason = story or (max(0, len(attempts) - 1), "")
+        return [
+            view.number, view.name, zone, view.state.value, str(view.phase), view.samples, view.expected,
+            view.tokens_per_second, view.seconds_left, view.tokens, view.bytes, view.shards, view.committed,
+            commits[-1].time if commits else None, view.age, restarts, view.retries, view.last_error or reason,
+        ]  # fmt: skip
+
+    def _fleet_state(self) -> dict[str, Any]:
+        if self.home is None:
+            return {}
+        fleet, history, reports = self.home.read_fleet(), self.home.read_history(), self.home.read_reports()
+        zones, stories = {}, {}
+        for worker in fleet.workers:
+            past, report = history.workers.get(worker.id), reports.get(worker.name)
+            zones[worker.id] = past.zone if past else worker.zone
+            restarts = max(0, (report.launches if report else 0) - 1, past.creates - 1 if past else 0)
+            counts = [(past.preemptions, "preempted"), (past.crashes, "crashed")] if past else []
+            reasons = [f"{word} {count}×" for count, word in counts if count]
+            reasons += [each for each in (past.gave_up or past.lost or past.note,) if each] if past else []
+            reasons += [report.error.strip().splitlines()[-1]] if report and report.error.strip() else []
+            stories[worker.id] = restarts, "; ".join(reasons)
+        return {
+            "name": fleet.name,
+            "workers": len(fleet.workers),
+            "dollars": history.dollars,
+            "budget": fleet.policy.budget,
+            "stopped": history.stopped,
+            "zones": zones,
+            "stories": stories,
+        }
+
+    def describe_stream(self, number: int) -> dict[str, Any]:
+        """Return one stream: its heartbeat's log lines, its last commits, and the worker's log if there is a fleet."""
+        view = next((each for each in self.snapshot(10.0).streams if each.number == number), None)
+        if view is None:
+            raise UserError(f"no stream {number} in {self.url}")
+        points = self._reader.history.get(number, [])[-_COMMITS:]
+        return {
+            "number": number,
+            "name": view.name,
+            "host": view.host,
+            "status": view.status,
+            "last_error": view.last_error,
+            "quarantined": view.quarantined,
+            "log": self._worker_log(number) or list(view.log_tail),
+            "commits": [[point.time, point.attempt, point.samples, point.tokens, point.bytes] for point in points],
+        }
+
+    def _worker_log(self, number: int) -> list[str]:
+        if self.home is None:
+            return []
+        workers = {worker.id: worker.name for worker in self.home.read_fleet().workers}
+        return list(read_log(self.home.folder, workers[number]))[-_LOG_LINES:] if number in workers else []
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the last actions of the fleet's monitors, the newest first: when, what and why."""
+        if self.home is None:
+            return []
+        folder, found = self.home.folder, []
+        for key in sorted((info.key for info in folder.list("actions/")), reverse=True):
+            with suppress(NotFound):
+                for line in reversed(folder.get(key).decode(errors="replace").splitlines()):
+                    with suppress(ValueError, AttributeError):
+                        event = json.loads(line)
+                        wanted = ("time", "verb", "name", "zone", "reason", "result")
+                        found.append({name: str(event.get(name, "")) for name in wanted})
+            if len(found) >= _ACTIONS:
+                break
+        return found[:_ACTIONS]
+
+
+def throughput(history: dict[int, list[CommitPoint]], starts: dict[str, float]) -> dict[str, list[float]]:
+    """Return the tokens per second of all streams over time, from the times of their commits.
+
+    The tokens of a commit are spread evenly over the time since the previous commit of the same attempt, or since the
+    start of the attempt if that is known, otherwise over one interval of the plot.
+    """
+    times = [point.time for points in history.values() for point in points]
+    times += [starts[point.attempt] for points in history.values() for point in points if point.attempt in starts]
+    if not times:
+        return {"times": [], "rates": []}
+    first, last = min(times), max(times)
+    width = max(1.0, (last - first) / _BINS)
+    count = max(1, math.ceil((last - first) / width))
+    rates = [0.0] * count
+    for points in history.values():
+        before: CommitPoint | None = None
+        for point in points:
+            known = before is not None and before.attempt == point.attempt
+            begin = before.time if known and before is not None else starts.get(point.attempt, point.time - width)
+            _spread_tokens(rates, min(begin, point.time) - first, point.time - first, point.tokens, width)
+            before = point
+    return {"times": [first + width * (place + 0.5) for place in range(count)], "rates": rates}
+
+
+def _spread_tokens(rates: list[float], begin: float, end: float, tokens: int, width: float) -> None:
+    begin, end = max(0.0, begin), min(end, width * len(rates))
+    if end - begin < 1e-9:
+        rates[min(int(end / width), len(rates) - 1)] += tokens / width
+        return
+    for place in range(int(begin / width), min(int(end / width), len(rates) - 1) + 1):
+        part = min(end, (place + 1) * width) - max(begin, place * width)
+        rates[place] += max(0.0, part) / (end - begin) * tokens / width

@@ -1,0 +1,233 @@
+"""The web server of ``spile view``: loopback or a token, a strict content security policy, and nothing but reads."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from spile.errors import SpecError, SpileError, UserError
+from spile.view.web.export import page_template, static_files
+from spile.view.web.pages import Query, Viewer, to_json
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+PORT = 8765
+TOKEN = "SPILE_VIEW_TOKEN"  # noqa: S105  the name of the variable
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may read: any request to a loopback name, or only those with the token."""
+
+    token: str = ""
+
+    def refusal(self, headers: dict[str, str], path: str) -> tuple[int, str] | None:
+        """Return the status and the reason if a request is refused.
+
+        The name in the Host header is checked, because a page of another site can make its own name resolve to
+        127.0.0.1 and would then be of the same origin as the server (DNS rebinding).
+        """
+        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        if not self.token and name not in _LOCAL_NAMES:
+            return 421, "this server answers only to localhost"
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return 403, "a page of another site may not read this"
+        if self.token and path.startswith("/api/"):
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.token.encode()):
+                return 401, "the token is missing or wrong; open the address that spile view printed"
+        return None
+
+
+class _Guard:
+    """Refuses what may not be read, and adds the security headers to every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        refusal = self._access.refusal(headers, scope["path"])
+        if scope["method"] not in ("GET", "HEAD"):
+            refusal = 405, "only GET and HEAD: this server changes nothing"
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", []), *extra]}
+            await send(message)
+
+        if refusal is not None:
+            await _json({"error": refusal[1]}, refusal[0])(scope, receive, with_headers)
+        else:
+            await self._app(scope, receive, with_headers)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    from starlette.responses import Response
+
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def make_app(viewer: Viewer, access: Access = Access(), *, interval: float = 5.0) -> Starlette:  # noqa: B008
+    """Return the ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+
+    files = static_files()
+
+    def page(_: Request) -> Response:
+        return Response(files["index.html"], media_type="text/html")
+
+    def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in files:  # Only names of this dictionary are served, so no path can leave the folder.
+            return _json({"error": "no such file"}, 404)
+        return Response(files[name], media_type=_TYPES["." + name.rpartition(".")[2]])
+
+    def template(_: Request) -> Response:
+        return Response(page_template(), media_type="text/plain")
+
+    def answer(request: Request) -> Response:
+        try:
+            return _json(viewer.answer(request.path_params["name"], dict(request.query_params)))
+        except SpileError as error:
+            return _json({"error": str(error)}, 404 if isinstance(error, UserError) else 503)
+        except (LookupError, ValueError, OSError) as error:  # A damaged or foreign dataset may have any content.
+            return _json({"error": f"{type(error).__name__}: {error}"}, 500)
+
+    async def live(request: Request) -> Response:
+        events = _events(viewer, Query(dict(request.query_params)), interval)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    routes = [
+        Route("/", page),
+        Route("/static/{name}", static),
+        Route("/template", template),
+        Route("/api/live", live),
+        Route("/api/{name}", answer),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(_Guard, access=access)])
+
+
+async def _events(viewer: Viewer, query: Query, interval: float) -> AsyncIterator[bytes]:
+    """Yield the state of a run as server-sent events: when it changes, and at least every few intervals."""
+    sent, quiet = None, 0
+    while True:
+        try:
+            state = await asyncio.to_thread(partial(viewer.root(query).describe_run, interval / 2))
+            event, key = b"run", {name: value for name, value in state.items() if name != "taken"}
+        except (SpileError, OSError) as error:
+            state = key = {"error": str(error)}
+            event = b"problem"
+        if key != sent or quiet >= 5:
+            sent, quiet = key, 0
+            yield b"event: %s\ndata: %s\n\n" % (event, to_json(state))
+        else:
+            quiet += 1
+            yield b": nothing new\n\n"
+        await asyncio.sleep(interval)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bound(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket; without a port, the default one, or a free one if that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for number in (PORT, 0) if port is None else (port,):
+        made = socket.socket(family)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind((host, number))
+            return made
+        except OSError as error:
+            made.close()
+            reason = error
+    raise SpecError("--host and --port", expected="an address that is free", found=f"{host}: {reason.strerror}")
+
+
+class WebServer:
+    """The server with its address. The address of one that needs a token contains it after the ``#``.
+
+    A browser does not send that part, so the token is in no log and no Referer header.
+    """
+
+    def __init__(
+        self, viewer: Viewer, *, host: str = "127.0.0.1", port: int | None = None, interval: float = 5.0
+    ) -> None:
+        try:
+            import uvicorn
+
+            token = "" if is_loopback(host) else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+            app = make_app(viewer, Access(token), interval=interval)
+        except ImportError as error:
+            raise UserError(
+                f"the web application needs the package {error.name}", fix="install it with: pip install 'spile[view]'"
+            ) from error
+        self._socket = _bound(host, port)
+        name = f"[{host}]" if ":" in host else host
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else name  # noqa: S104  compared, not bound
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}/" + (f"#token={token}" if token else "")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serve until Ctrl+C."""
+        self._server.run(sockets=[self._socket])
+
+    @contextmanager
+    def in_background(self) -> Iterator[WebServer]:
+        """Serve in a thread while the block runs."""
+        thread = threading.Thread(target=self.run, name="web", daemon=True)
+        thread.start()
+        while not self._server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield self
+        finally:
+            self._server.should_exit = True
+            thread.join(5)
