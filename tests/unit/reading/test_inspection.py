@@ -49,7 +49,8 @@ def huge(folder: Path) -> Dataset:
         rows[index % 3] *= np.float32(1e38) if index % 2 else np.float32(1)
         rows[0, 0] = np.float32(-3e38)
         samples.append({"sample_idx": index, "activation": rows, "shape": rows.shape, "text_preview": "x"})
-    (folder / "a.pkl").write_bytes(pickle.dumps({0: samples, 1: samples}))
+    copies = [{**each, "activation": each["activation"].copy()} for each in samples]
+    (folder / "a.pkl").write_bytes(pickle.dumps({0: samples, 1: copies}))
     import_pickles(str(folder / "a.pkl"), open_folder(str(folder / "root")), store_dtype="float32")
     return open_dataset(str(folder / "root"))
 
