@@ -262,7 +262,11 @@ def test_reprs_are_short(root: str) -> None:
     acts = spile.tap("embedded", TEXTS, taps="residual.1")
     things = (dataset, dataset[0], dataset.samples, acts, acts[0], spile.load("embedded"), acts[0].heat_map())
     run = spile.extract("embedded", ROWS, root, taps=["residual.1", "mlp.0"])
-    for thing in (*things, run, spile.verify(root)):
+    stream = spile.stream("embedded", TEXTS, ["residual.1"])
+    with dataset.shuffled("residual.1", batch_rows=2) as reader:
+        next(reader)
+        assert repr(reader) == "<shuffled batches of 2 rows, after batch 1 of epoch 0>"
+    for thing in (*things, run, spile.verify(root), stream, reader):
         assert repr(thing).startswith("<")
         assert len(repr(thing).replace(root, "root")) < 120
     assert "3 samples of embedded, mlp.0, residual.1" in repr(dataset)

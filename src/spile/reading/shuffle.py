@@ -24,6 +24,7 @@ from spile.objects.folder import iterate_ahead
 from spile.objects.local import reserve
 from spile.reading.rows import RowBatch
 from spile.reading.shuffle_order import BlockSource, Position, ReaderClosed, RowChunk, RowGroup, ShuffleOrder, row_keys
+from spile.spec.amounts import counted
 from spile.store.statistics import widened
 
 _AHEAD = 3
@@ -190,6 +191,10 @@ class Shuffled(Iterator[Any]):
     def __next__(self) -> Any:
         batch, self._position = next(self._items)
         return batch
+
+    def __repr__(self) -> str:
+        rows, at = self._order.plan.spec.batch_rows, self._position
+        return f"<shuffled batches of {counted(rows, 'row')}, after batch {at.batches:,} of epoch {at.epoch}>"
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain JSON for ``shuffled(…, state=…)``."""

@@ -471,7 +471,6 @@ class Pipeline:
             if self._stopped:
                 self._close_all(open_)
                 more = False
-        self._progress.phase(Phase.UPLOADING if self._sink.remote else Phase.WRITING)
         for _ in tasks if self._stopped else ():
             pass  # let the planning thread find room, see the flag, and end
         self._stopped = self._stopped or stop
@@ -612,6 +611,7 @@ class Pipeline:
             last_ready = ready
             self._fetched[step.shard.writer].put(_Fetched(step, blocks))
             del step, blocks  # or their memory would be held until the next batch arrives
+        self._progress.phase(Phase.UPLOADING if self._sink.remote else Phase.WRITING)
         for channel in self._fetched:
             channel.put(None)
 

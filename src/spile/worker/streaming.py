@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.stream import SampleReader
-from spile.errors import Failure, SpecError, SpileError, UserError
+from spile.errors import Failure, SpecError, SpileError, UserError, printable
 from spile.objects.folder import iterate_ahead
 from spile.reading.blocks import MemoryShard, MemoryStream, StoredBlocks
 from spile.reading.dataset import Dataset
@@ -535,6 +535,9 @@ class ActivationStream(ShuffledReaders):
         self._producer: Producer | None = None
         self._lock = threading.Lock()
         self._current: tuple[Feed, threading.Event, threading.Thread] | None = None
+
+    def __repr__(self) -> str:
+        return f"<stream of {printable(self.place)}: {', '.join(self.taps)}>"
 
     @property
     def place(self) -> str:

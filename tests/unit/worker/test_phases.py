@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import read_beat
 from spile.worker import extract as module
+from spile.worker.device import DeviceProducer
 from spile.worker.extract import run_stream
 from spile.worker.progress import Progress
 
@@ -42,6 +44,22 @@ def test_every_phase_of_a_worker_is_set_and_in_order(spec: ExtractSpec) -> None:
     seen = list(dict.fromkeys(progress.__dict__["seen"]))
     # The program is compiled beside the loading: where that took longer, nobody waits for the compiler.
     assert seen in (order, [phase for phase in order if phase is not Phase.COMPILING])
+
+
+def test_a_run_is_writing_only_after_the_model_has_computed_all_batches(
+    spec: ExtractSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress, fetch = Recorded(), DeviceProducer.fetch
+
+    def recorded(self: DeviceProducer, pending: object) -> Any:
+        time.sleep(0.01)
+        found = fetch(self, pending)
+        progress.__dict__["seen"].append("fetched")
+        return found
+
+    monkeypatch.setattr(DeviceProducer, "fetch", recorded)
+    run_stream(replace(spec, batch_size=1), progress=progress)
+    assert progress.__dict__["seen"][-3:] == ["fetched", Phase.WRITING, Phase.DONE]
 
 
 def test_the_first_line_of_a_run_names_the_device(spec: ExtractSpec) -> None:
