@@ -83,7 +83,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
     def _task_ids(self) -> dict[str, tuple[int, int]]:
         """The stream and index of the first sample with each task id; reads the headers of all shards."""
         found: dict[str, tuple[int, int]] = {}
-        for stream, record in self._shards(self.streams):
+        for stream, record in self.read_shards(self.streams):
             for note in self.shard(stream, record).notes:
                 place = (stream.number, int(note["index"]))
                 found[note["task_id"]] = min(found.get(note["task_id"], place), place)
@@ -252,7 +252,8 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         shards = ((stream.number, stream.open(record)) for stream, record in mine)
         return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
 
-    def _shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
+    def read_shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
+        """Read the ledgers of these streams and return their committed shards."""
         read_ledgers(streams)
         return [(stream, record) for stream in streams for record in stream.shards]
 
@@ -263,7 +264,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
 
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> StoredBlocks:
         selection, context, window, streams, keep_cached = options
-        shards = self._shards(self.streams_with(taps, streams))
+        shards = self.read_shards(self.streams_with(taps, streams))
         return StoredBlocks(taps, shards, selection, context=context, window=window, keep_cached=keep_cached)
 
     def _described(self, source: StoredBlocks, taps: tuple[str, ...]) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from spile.spec.sample import Role
 from spile.spec.taps import Tap
 from spile.store.ledger import ShardRecord
 from spile.store.shard_reader import ShardReader
-from spile.store.streams import Stream, read_ledgers
 
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer
     from spile.reading.dataset import Dataset
+    from spile.store.streams import Stream
 
 _PARALLEL = 16
 _SHARDS_AT_ONCE = 4
@@ -245,7 +245,7 @@ class SampleList(Sequence[SampleRef]):
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        read_ledgers(dataset.streams)
+        dataset.read_shards(dataset.streams)
         self._runs = [
             (stream.number, start, stop)
             for stream in dataset.streams
@@ -366,7 +366,7 @@ def sample_matrix(dataset: Dataset, tap: str, choice: RowChoice) -> _Array:
         counts = counts if choice.many else np.ones_like(counts)
         return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, rows)
 
-    parts = _of_shards(dataset.streams_with((tap,), None), read)
+    parts = _of_shards(dataset, dataset.streams_with((tap,), None), read)
     return _in_data_order(parts) if parts else np.zeros((0, 0), np.float32)
 
 
@@ -384,7 +384,7 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
         counts = _chosen(shard, choice)[1] if choice.many else np.ones(len(values), np.int64)
         return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, np.repeat(values, counts))
 
-    parts = _of_shards(dataset.streams, read)
+    parts = _of_shards(dataset, dataset.streams, read)
     if parts and name not in known:
         raise UserError(
             f"no field {name} is stored with the samples of {dataset.root.url}",
@@ -395,9 +395,10 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
     return column(_in_data_order(parts).tolist()) if parts else np.zeros(0)
 
 
-def _of_shards(streams: Sequence[Stream], read: Callable[[Stream, ShardRecord], _ShardRows]) -> list[_ShardRows]:
-    read_ledgers(streams)
-    calls = (partial(read, stream, record) for stream in streams for record in stream.shards)
+def _of_shards(
+    dataset: Dataset, streams: Sequence[Stream], read: Callable[[Stream, ShardRecord], _ShardRows]
+) -> list[_ShardRows]:
+    calls = (partial(read, *shard) for shard in dataset.read_shards(streams))
     return list(read_ahead(calls, _SHARDS_AT_ONCE))
 
 
