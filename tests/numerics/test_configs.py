@@ -86,6 +86,7 @@ REFUSED = {
     "awq": ("qwen2", {"quantization_config": {"quant_method": "awq"}}, "quantized.*awq"),
     "bitsandbytes": ("gemma2", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized.*bitsandbytes"),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention.*--backend torch"),
+    "attention in both directions": ("qwen2", {"is_causal": False}, "is_causal"),
     "norms of queries and keys": ("phi", {"qk_layernorm": True}, "qk_layernorm"),
     "a part of each head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "layers of another kind": ("qwen3", {"layer_types": ["linear_attention"] * 30}, "linear_attention"),

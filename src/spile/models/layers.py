@@ -88,6 +88,7 @@ def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
 # -- rows with one byte per number, as spile.store.shard defines them --------------------------------------------------
 
 _TINY = 2.0**-126
+_LIMIT = 248 * 2.0**120
 
 
 def as_stored(x: Array, dtype: str) -> Array:
@@ -114,7 +115,7 @@ def encode(x: Array, dtype: str) -> Array:
     else:
         numbers = jax.lax.bitcast_convert_type(part.astype(jnp.float8_e4m3fn), jnp.int8)
     # Check every number: the maximum on a CPU ignores NaN.
-    scale = jnp.where(jnp.isfinite(wide).all(axis=-1, keepdims=True), scale, jnp.nan)
+    scale = jnp.where((jnp.abs(wide) < _LIMIT).all(axis=-1, keepdims=True), scale, jnp.nan)
     behind = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
     return jnp.concatenate([numbers, behind], axis=-1)
 

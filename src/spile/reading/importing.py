@@ -32,7 +32,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
-from spile.store.shard import as_stored
+from spile.store.shard import LIMIT, as_stored
 from spile.store.stream import StreamStore, join_run, join_stream, read_run
 
 UNKNOWN_TOKEN = -1
@@ -349,10 +349,10 @@ def read_pickle(path: Path) -> _Content:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
     except Exception as error:  # pickletools and zlib raise many types for damaged files
         raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
-    return _checked(content, where, bounded.given)
+    return _checked(content, where, max(_ALWAYS_ALLOWED, bounded.given))
 
 
-def _checked(content: Any, where: str, unpacked: int) -> _Content:
+def _checked(content: Any, where: str, left: int) -> _Content:
     expected = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
     if not isinstance(content, dict) or not content:
         raise DataError(where, expected=expected, found=f"{type(content).__name__}, or nothing")
@@ -371,8 +371,8 @@ def _checked(content: Any, where: str, unpacked: int) -> _Content:
             if flat.ndim != 2 or not flat.size or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
                 found = f"{rows.dtype} {rows.shape}"
                 raise DataError(at, expected="an activation [tokens, d] of floats", found=found)
-            unpacked -= flat.nbytes
-            if unpacked < 0:  # the activations would take much more memory than the file
+            left -= flat.nbytes
+            if left < 0:  # the activations would take much more memory than the file
                 raise DataError(at, expected="an activation for each sample", found="one that several samples share")
             sample["activation"] = flat
     return content
@@ -492,7 +492,7 @@ def _check_numbers(content: _Content, path: Path, store_dtype: StoreDtype) -> No
                 raise DataError(f"{at} has values that are NaN or infinite", fix="remove the sample from the pickle")
             with np.errstate(over="ignore"):
                 stored = rows.astype(np.float32 if store_dtype in SCALED else store_dtype)
-            if not np.isfinite(stored).all():
+            if not np.isfinite(stored).all() or (store_dtype in SCALED and np.abs(stored).max() >= LIMIT):
                 largest = f"{np.abs(rows).max():.3g}"
                 raise DataError(
                     f"{at} has values too large for {store_dtype}", found=largest, fix="choose another --store-dtype"

@@ -242,16 +242,21 @@ def _heat(dataset: Dataset, number: int, taps: list[str]) -> HeatMap:
     return HeatMap(f"stream {ref.stream}, sample {ref.index} ({ref.task_id})", ref.preview, np.stack(norms))
 
 
+def _finite(rows: _Array) -> _Array:
+    """Return rows in float64, because the square of a large float32 is infinite, with 0 for NaN and infinity."""
+    return np.nan_to_num(rows.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def mean_cosine(taps: Sequence[_Array]) -> _Array:
     """Return the mean cosine similarity of the same row at each pair of taps."""
-    wide = [rows.astype(np.float64) for rows in taps]  # the square of a large float32 is infinite
+    wide = [_finite(rows) for rows in taps]
     unit = [rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12) for rows in wide]
     return np.array([[float(np.mean(np.sum(a * b, axis=1))) for b in unit] for a in unit])
 
 
 def main_plane(rows: _Array) -> tuple[_Array, tuple[float, float]]:
     """Return rows on their first two principal directions, and the parts of the variance that these explain."""
-    centered = rows.astype(np.float64)
+    centered = _finite(rows)
     centered -= centered.mean(0)
     centered /= max(float(np.abs(centered).max(initial=0.0)), 1e-300)  # only relative sizes are shown
     wide = centered.shape[1] > len(centered)  # The smaller of the two products is many times faster than an SVD.

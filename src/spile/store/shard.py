@@ -30,6 +30,8 @@ from spile.store.statistics import SUMS, TapAccumulator
 SCALE = ".scale"
 """The suffix of the tensor that contains a tap's scales."""
 _LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
+LIMIT = 248 * 2.0**120
+"""Larger numbers (3.3e38) may be infinite when they are decoded."""
 _NUMBERS: dict[str, np.dtype[Any]] = {"int8": np.dtype(np.int8), "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _RELATIVE = {"float32": 0.0, "int32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -42,7 +44,7 @@ def as_stored(rows: _Array, dtype: str) -> _Array:
 
 
 def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
-    """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. A row with non-finite values gets the scale NaN.
+    """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. A row with numbers of ``LIMIT`` or more gets the scale NaN.
 
     The arithmetic is the same as in :func:`spile.models.layers.encode`, which runs on devices.
     """
@@ -64,7 +66,7 @@ def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float
         exponent = np.maximum((scale.view(np.int32) + 0x7FFFFF) >> 23, 1)
         scale = (exponent << 23).astype(np.int32).view(np.float32)
     scale = np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
-    return np.where(np.isfinite(largest), scale, np.float32(np.nan))
+    return np.where(largest < LIMIT, scale, np.float32(np.nan))
 
 
 def split(rows: npt.NDArray[np.int8], dtype: str) -> tuple[_Array, npt.NDArray[np.float32]]:

@@ -297,6 +297,13 @@ def test_an_absurd_sample_index_is_refused(tmp_path: Path) -> None:
     assert verify(open_folder(str(tmp_path / "out"))).ok
 
 
+@pytest.mark.parametrize("store_dtype", ["int8", "float8_e4m3"])
+def test_numbers_that_an_encoding_cannot_return_are_refused(tmp_path: Path, store_dtype: Any) -> None:
+    path = pickled(tmp_path / "a.pkl", rows=np.array([[1.0, 3.4e38, 2.0]], np.float32))
+    with pytest.raises(DataError, match=f"too large for {store_dtype}: found 3.4e"):
+        import_pickles(str(path), open_folder(str(tmp_path / "out")), store_dtype=store_dtype)
+
+
 @pytest.mark.parametrize("store_dtype", ["bfloat16", "float16", "float32", "int8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
 def test_numbers_that_cannot_be_stored_are_refused(tmp_path: Path, value: float, store_dtype: Any) -> None:

@@ -16,7 +16,7 @@ from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.importing import import_pickles
-from spile.reading.inspection import inspect_dataset, known_stats
+from spile.reading.inspection import inspect_dataset, known_stats, main_plane, mean_cosine
 from spile.store.ledger import Commit
 from spile.store.statistics import TapAccumulator, TapStatistics
 
@@ -67,6 +67,15 @@ def test_huge_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "e+38" in capsys.readouterr().out
     data = (tmp_path / "page.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     assert not [answer for answer in json.loads(data)["answers"].values() if "error" in answer]
+
+
+def test_rows_that_are_not_finite_have_directions_too() -> None:
+    rows = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    rows[2, 1], rows[3, 0] = np.inf, np.nan
+    plane, explained = main_plane(rows)
+    assert np.isfinite(plane).all()
+    assert np.isfinite(explained).all()
+    assert np.isfinite(mean_cosine([rows, rows])).all()
 
 
 @pytest.mark.parametrize("number", range(len(MALFORMED)))

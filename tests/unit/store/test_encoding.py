@@ -23,7 +23,7 @@ from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.ledger import unseal
-from spile.store.shard import SCALE, as_stored, decode, encode, rounding, split
+from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, rounding, split
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
@@ -81,13 +81,19 @@ def test_a_device_encodes_as_the_host_does(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", SCALED)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_has_a_nan_scale(dtype: str, bad: float) -> None:
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3.3e38, np.finfo(np.float32).max])
+def test_a_row_that_cannot_be_decoded_has_a_nan_scale(dtype: str, bad: float) -> None:
     rows = np.ones((3, 16), np.float32)
     rows[1, 5] = bad
     assert np.isnan(split(encode(rows, dtype), dtype)[1]).tolist() == [False, True, False]
     device = on_device.encode(jnp.asarray(rows), dtype)
     assert np.asarray(on_device.finite_rows(device)).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", SCALED)
+def test_the_largest_rows_are_finite_when_they_are_decoded(dtype: str) -> None:
+    rows = np.full((2, 16), np.nextafter(np.float32(LIMIT), np.float32(0)))
+    assert np.isfinite(decode(*split(encode(rows, dtype), dtype))).all()
 
 
 def store_of(root: Path, dtype: str, count: int = 6, statistics: bool = False) -> StreamStore:

@@ -331,6 +331,9 @@ def decoder(
         options: Further fields of :class:`ModelConfig`.
 
     """
+    # No class declares this field, but the masks of transformers depend on it: GTE-Qwen2 has it.
+    if fields.has("is_causal") and not fields.get("is_causal"):
+        raise UnsupportedModel("config.json's is_causal", expected="true", found=repr(fields.get("is_causal")))
     d_model, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", d_model // max(n_heads, 1))
     found, part = read_rope(fields) if rope is None else rope
