@@ -44,7 +44,7 @@ def as_stored(rows: _Array, dtype: str) -> _Array:
 
 
 def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
-    """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. A row with numbers of ``LIMIT`` or more gets the scale NaN.
+    """Encode ``[n, width]`` numbers as ``[n, width + 4]`` bytes. Rows with numbers from ``LIMIT`` on get the scale NaN.
 
     The arithmetic is the same as in :func:`spile.models.layers.encode`, which runs on devices.
     """

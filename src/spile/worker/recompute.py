@@ -28,7 +28,7 @@ from spile.spec.positions import ALL
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALE_BYTES, Tap, TapRows
-from spile.store.recomputation import Recompute, StoredRows, distances
+from spile.store.recomputation import Recompute, StoredRows, distances, gain_weights
 from spile.store.stream import read_run
 from spile.worker.batches import Batch, BatchPlan, batches
 from spile.worker.device import configure_jax
@@ -205,7 +205,9 @@ def _distances(reference: jax.Array, fresh: jax.Array, stored: jax.Array, kind: 
     again = _as_read(fresh, kind)
     norm = jnp.linalg.norm(reference, axis=-1)
     changes = fresh - reference, again - fresh, stored.astype(jnp.float32) - reference
-    along = [(x * reference).sum(axis=-1) / jnp.maximum(norm, 1e-30) for x in (again - reference, changes[2])]
+    weights = gain_weights(reference, kind.dtype, jnp)
+    total = jnp.maximum((weights * reference).sum(axis=-1), 1e-30)
+    along = [norm * (x * weights).sum(axis=-1) / total for x in (again - reference, changes[2])]
     return jnp.stack([norm, *(jnp.linalg.norm(change, axis=-1) for change in changes), *along], axis=1)
 
 

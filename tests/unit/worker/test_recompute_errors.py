@@ -145,3 +145,23 @@ def test_correct_rows_pass_and_every_error_is_found(computed: Computed, dtype: s
             assert (name, every - wrong(computed, dtype, broken.__getitem__)) == (name, set())
     others = {index: kept(rows, dtype) for index, rows in computed.others.items()}
     assert wrong(computed, dtype, others.__getitem__) == every
+
+
+def test_a_factor_in_float8_is_found_although_one_number_dominates_each_row() -> None:
+    """Rows of real models have one number that is hundreds of times the others, and float8 rounds it by up to 6 %."""
+    dtype = "float8_e4m3"
+    draw = np.random.default_rng(0)
+    reference, fresh, samples = {}, [{} for _ in range(VARIANTS + 1)], []
+    for index in range(6):
+        samples.append(Sample(index, "", np.zeros(24, np.int32), np.zeros(24, np.uint8)))
+        rows = draw.standard_normal((24, 192)).astype(np.float32)
+        rows[:, 5] = 250 + 10 * draw.standard_normal(24)
+        reference[index] = [rows, rows]
+        for each in fresh:
+            each[index] = [(rows * (1 + 0.01 * draw.standard_normal(rows.shape))).astype(np.float32) for _ in NAMES]
+    computed = Computed(samples, reference, fresh, {})
+    every = {(index, name) for index in reference for name in NAMES}
+    right = {index: kept(rows, dtype) for index, rows in fresh[4].items()}
+    assert wrong(computed, dtype, right.__getitem__) == set()
+    scaled = {index: kept([each * np.float32(0.97) for each in rows], dtype) for index, rows in fresh[4].items()}
+    assert wrong(computed, dtype, scaled.__getitem__) == every
