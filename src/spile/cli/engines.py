@@ -179,7 +179,7 @@ def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) 
         known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
         _refuse_other_split(known, flags, spec, asked, place)
         return files
-    in_turn = _begun_in_turn(spec, asked)
+    in_turn = _begun_without_split(spec, asked)
     if in_turn is None and (not runner.elsewhere or "://" in spec.data.dataset or not _is_place(spec.data.dataset)):
         in_turn = _read_in_turn(spec, asked or runner.workers)
     if in_turn is not None:
@@ -204,8 +204,8 @@ def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
     return replace(spec, data=replace(spec.data, worker_id=0, of_streams=count, dataset_revision=file.revision))
 
 
-def _begun_in_turn(spec: RunSpec, asked: int | None) -> RunSpec | None:
-    """Return the spec of an existing run whose streams read the rows of a large dataset in turn, with its data."""
+def _begun_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
+    """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
     from spile.objects import open_folder
     from spile.store.layout import SPEC
     from spile.store.stream import read_spec
@@ -214,25 +214,26 @@ def _begun_in_turn(spec: RunSpec, asked: int | None) -> RunSpec | None:
         begun = read_spec(f"{open_folder(spec.output).url}/{SPEC}").data
     except SpecError:  # there is none, or it is damaged and will be replaced
         return None
-    if begun.of_streams is None:
-        return None
-    ours = (_absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
-    if ours != (begun.dataset, begun.split, begun.config_name):
+    ours = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
+    theirs = (begun.dataset_dir, _absolute(begun.dataset), begun.split, begun.config_name)
+    if ours != theirs:
         raise DataError(
             f"{spec.output} holds streams of another dataset",
-            expected=_data_flags(begun.dataset, begun.split, begun.config_name),
+            expected=_data_flags(*theirs),
             found=_data_flags(*ours),
             fix="give the same flags, or another --output",
         )
-    if asked is not None and asked != begun.of_streams:
-        raise SpecError("--num-streams", expected=f"{begun.of_streams}, as the run began", found=str(asked))
-    log(f"{counted(begun.of_streams, 'stream')} of {spec.data.dataset}, as the run began")
+    count = begun.of_streams or 1
+    if asked is not None and asked != count:
+        raise SpecError("--num-streams", expected=f"{count}, as the run began", found=str(asked))
+    log(f"{counted(count, 'stream')} of {spec.data.dataset}, as the run began")
     pinned = spec.data.dataset_revision or begun.dataset_revision
     return replace(spec, data=replace(spec.data, worker_id=0, of_streams=begun.of_streams, dataset_revision=pinned))
 
 
-def _data_flags(dataset: str, split: str | None, config_name: str | None) -> str:
+def _data_flags(folder: str | None, dataset: str, split: str | None, config_name: str | None) -> str:
     words = {"--dataset": dataset, "--split": split, "--config-name": config_name}
+    words = words if folder is None else {"--dataset-dir": folder}
     return " ".join(f"{flag} {value}" for flag, value in words.items() if value is not None)
 
 

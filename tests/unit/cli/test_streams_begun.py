@@ -143,6 +143,26 @@ def test_workers_read_a_large_dataset_in_turn(
     assert "but this command asks for" in printed.out + printed.err
 
 
+def test_many_workers_continue_a_run_of_one_worker_as_one_stream(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second split of the data next to the first stream would store samples twice."""
+    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
+    data = tmp_path / "texts.txt"
+    data.write_text("".join(f"{n} {n + 1}\n" for n in range(6)))
+    out = tmp_path / "out"
+    run = ("extract", "--model", "embedded", "--dataset", data, "--output", out, *SMALL)
+    assert spile(*run, "--max-samples", 2) == 0
+    assert spile(*run, "--engine", "local", "--num-workers", 2) == 0, capfd.readouterr()
+    assert len(open_dataset(str(out))) == 6
+    assert not (out / "streams").exists()
+    assert spile("verify", out) == 0
+    other = lines(tmp_path / "other.jsonl", {"text": "x"}, {"text": "y"})
+    words = ("extract", "--model", "embedded", "--output", out, *SMALL, "--engine", "local", "--num-workers", 2)
+    assert spile(*words, "--dataset", other) == 2
+    assert f"holds streams of another dataset: expected --dataset {data}" in capfd.readouterr().err
+
+
 def test_a_small_csv_file_keeps_its_labels_with_many_workers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
