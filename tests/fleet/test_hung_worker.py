@@ -17,7 +17,7 @@ import pytest
 from fleet.cloud_world import A, World
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of
+from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of, views_by_worker
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
@@ -186,3 +186,13 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     output = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
     assert pulses_of(fleet, output, snapshot, mine)[0].progress == 9500.0
     assert pulses_of(fleet, {}, replace(snapshot, streams=()), mine)[0].progress is None
+
+
+def test_a_worker_has_the_samples_of_all_its_streams() -> None:
+    """The column SAMPLES was 6/3 after two streams of three samples."""
+    done = [StreamView(number, "s", State.DONE, samples=3, expected=3) for number in range(2)]
+    mine = dict.fromkeys(range(3), Holding("w", active=False))
+    view = views_by_worker(Snapshot("out", 0.0, tuple(done)), mine)["w"]
+    assert (view.samples, view.expected) == (6, 6)
+    unknown = StreamView(2, "s", State.WORKING, samples=1, expected=None)
+    assert views_by_worker(Snapshot("out", 0.0, (*done, unknown)), mine)["w"].expected is None

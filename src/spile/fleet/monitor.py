@@ -231,7 +231,9 @@ def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[s
         _, current = max(views, key=lambda each: (each[0], -(math.inf if each[1].age is None else each[1].age)))
         sums = {name: sum(getattr(view, name) for _, view in views) for name in _SUMS}
         rate = sum(view.tokens_per_second for active, view in views if active)
-        found[worker] = replace(current, tokens_per_second=rate, **sums)
+        sizes = [view.expected for _, view in views]
+        expected = None if None in sizes else sum(size for size in sizes if size is not None)
+        found[worker] = replace(current, tokens_per_second=rate, expected=expected, **sums)
     return found
 
 

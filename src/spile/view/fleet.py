@@ -87,17 +87,12 @@ def _view(each: WorkerStatus) -> StreamView:
     return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
 
 
-def _with_empty_streams(status: FleetStatus) -> Snapshot:
-    """Return the snapshot with an empty stream for each worker that has not started."""
-    return replace(status.snapshot, streams=tuple(map(_view, status.workers)))
-
-
 def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
     """Return a column of the stream table as a column of the fleet table."""
     return Column(
         column.title,
         lambda each: column.cell(_view(each)),
-        lambda status: column.total(_with_empty_streams(status)),
+        lambda status: column.total(status.snapshot),
         column.justify,
     )
 
