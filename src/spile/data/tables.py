@@ -289,7 +289,8 @@ class Hub:
 
     def _retry(self, attempt: Callable[[], Result]) -> Result:
         try:
-            return retry_while_unavailable(self.name, attempt, Retry.from_environment())
+            retry = Retry.for_name(self.name) if self.revision is None else Retry.from_environment()
+            return retry_while_unavailable(self.name, attempt, retry)
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 

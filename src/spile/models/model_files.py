@@ -67,7 +67,7 @@ def download(name: str, revision: str | None, *, weights: bool = True, files: Se
     """
     from spile.objects.retry import RequestFailure, Retry, retry_while_unavailable
 
-    retry = Retry.from_environment()
+    retry = Retry.for_name(name)
     wanted = files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     try:
         return retry_while_unavailable(name, lambda: _download(name, revision, wanted), retry)

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from spile.objects.folder import Stats
@@ -60,6 +60,8 @@ _CONNECTION_WORDS = (
     (r"", "an unreadable reply"),
 )
 _PERMANENT = "no secure connection"
+_MISTYPED = 10.0
+"""Seconds for which the hub is asked again for a name that may be a mistyped path."""
 
 
 class RequestFailure(Exception):
@@ -142,6 +144,12 @@ class Retry:
         """Return the defaults, with ``total`` taken from ``SPILE_RETRY_SECONDS`` if that is set."""
         total = positive_number("SPILE_RETRY_SECONDS", cls.total)
         return cls(first=min(cls.first, total / 10), total=total)
+
+    @classmethod
+    def for_name(cls, name: str) -> Retry:
+        """Return the retry for a name that the hub is asked for. Without an owner it may be a mistyped local path."""
+        found = cls.from_environment()
+        return found if "/" in name else replace(found, total=min(found.total, _MISTYPED))
 
     def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:
         """Call ``attempt`` until it succeeds, and count the retries in ``stats``.

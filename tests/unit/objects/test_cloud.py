@@ -252,3 +252,10 @@ def test_a_proxy_of_the_environment_is_used(cloud_folder: Folder, monkeypatch: p
     with pytest.raises(StoreError, match="connection refused"):
         open_folder(cloud_folder.url).get("x")
     assert os.environ["HTTP_PROXY"]
+
+
+def test_a_name_without_an_owner_is_asked_for_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a mistyped path, and the user waits."""
+    assert (Retry.for_name("Qwen/Qwen2.5-0.5B").total, Retry.for_name("gpt2").total) == (180, 10)
+    monkeypatch.setenv("SPILE_RETRY_SECONDS", "2")
+    assert (Retry.for_name("Qwen/Qwen2.5-0.5B").total, Retry.for_name("gpt2").total) == (2, 2)
