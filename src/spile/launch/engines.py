@@ -55,11 +55,14 @@ def make_engine(name: str, request: EngineRequest) -> Engine:
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _LONGEST_NAME = 48
 """A label has at most 63 characters, and a pod's name adds the numbers of the stream and the host."""
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def refuse_control_characters(flag: str, text: str) -> None:
-    """Raise if text that goes into a generated script or manifest contains a line break or a control character."""
+    """Raise if text that goes into a generated script or manifest contains a line break or a control character.
+
+    Characters that change the direction of text are refused too: they would show another command than runs.
+    """
     found = _CONTROL.search(text)
     if found is not None:
         raise SpecError(

@@ -40,7 +40,7 @@ def test_each_host_gets_its_place_in_the_slice() -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["gs://b/out\nrm -rf /", "gs://b/\x1b[2J", "gs://b/\u2028"])
+@pytest.mark.parametrize("text", ["gs://b/out\nrm -rf /", "gs://b/\x1b[2J", "gs://b/\u2028", "gs://b/\u202etuo"])
 def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
     with pytest.raises(SpecError, match=r"--output contains the control character U\+"):
         ClusterJob("run", ("spile", "extract", "--output", text), 1, "gs://b/out")
