@@ -15,7 +15,8 @@ from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.spec import FleetSpec
+from spile.fleet.reconcile import begin
+from spile.fleet.spec import FleetSpec, History
 from spile.objects import open_folder
 
 PREPARE = ("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-launch")
@@ -504,9 +505,17 @@ def test_the_list_of_fleets_shows_crash_loops_and_workers_that_gave_up(world: Wo
     fleet = fleet_of(world)
     home = FleetHome.open("gs://b/fleet/default")
     first, second = (worker.name for worker in fleet.workers)
+    home.write_report(WorkerReport(first, "an earlier deployment", verdict="crashed"))
+    assert json.loads(prompt("fleet", "list", "b", "--json")[1])[0]["problems"] == [
+        f"{first} has not reported", f"{second} has not reported"
+    ]  # fmt: skip
     home.write_report(WorkerReport(first, fleet.deployment, exit_code=1, launches=3, error="spile: out of memory"))
     home.write_report(WorkerReport(second, fleet.deployment, verdict="refused", exit_code=2))
     code, text = prompt("fleet", "list", "b", "--json")
     assert code == 0, text
-    wanted = [f"{second} refused", f"{first}: restarted 2×, exit code 1: out of memory"]
+    wanted = [f"{first}: restarted 2×, exit code 1: out of memory", f"{second} refused"]
     assert json.loads(text)[0]["problems"] == wanted
+    spent = replace(begin(fleet, History()), stopped="the budget of $2.00 is spent ($2.01)")
+    home.write_history(spent, 1)
+    code, text = prompt("fleet", "list", "b", "--json")
+    assert (json.loads(text)[0]["state"], json.loads(text)[0]["problems"]) == (spent.stopped, [])

@@ -239,7 +239,7 @@ def list_fleets(
 ) -> int:
     """List the fleets that were deployed to a bucket, with the state of each."""
     from spile.fleet.home import FleetHome, Lease, fleet_url, fleets_of
-    from spile.fleet.monitor import crash_loop
+    from spile.fleet.monitor import worker_problems
     from spile.objects import bucket_url, open_folder
     from spile.store.streams import finished_quarantines
 
@@ -247,14 +247,14 @@ def list_fleets(
     rows: list[dict[str, Any]] = []
     for fleet in fleets_of(url):
         home = FleetHome.open(fleet_url(url, fleet.name))
-        reports = home.read_reports()
-        mine = [reports[worker.name] for worker in fleet.workers if worker.name in reports]
-        finished = sum(each.verdict == "finished" and each.deployment == fleet.deployment for each in mine)
-        failed = [f"{each.node} {each.verdict}" for each in mine if each.verdict in ("crashed", "refused")]
-        failed += [f"{each.node}: {loop}" for each in mine if (loop := crash_loop(each))]
-        failed += [f"quarantined: {sample}" for sample in finished_quarantines(open_folder(fleet.root))]
+        reports = {name: each for name, each in home.read_reports().items() if each.deployment == fleet.deployment}
+        finished = sum(each.verdict == "finished" for each in reports.values())
+        history = home.read_history()
+        stopped = home.read_stop(fleet) or (history.stopped if history.deployment == fleet.deployment else "")
         holder = Lease(home.folder, clock=time.time, ttl=0.0).holder()
-        state = home.read_stop(fleet) or ("finished" if finished == len(fleet.workers) else "deployed")
+        state = "finished" if finished == len(fleet.workers) else stopped or "deployed"
+        failed = [] if stopped else list(worker_problems(fleet, reports, history))
+        failed += [f"quarantined: {sample}" for sample in finished_quarantines(open_folder(fleet.root))]
         rows.append(
             {
                 "name": fleet.name,

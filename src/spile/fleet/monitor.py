@@ -272,6 +272,20 @@ def crash_loop(report: WorkerReport | None) -> str:
     return f"restarted {report.launches - 1}×, exit code {report.exit_code}" + (f": {line}" if line else "")
 
 
+def worker_problems(fleet: FleetSpec, reports: Mapping[str, WorkerReport], history: History) -> Iterator[str]:
+    """Yield a line for each worker that does not work, from the reports of this deployment and the stored history."""
+    for worker in fleet.workers:
+        report = reports.get(worker.name)
+        past = past_of(history if history.deployment == fleet.deployment else History(), worker)
+        if report is None and not past.finished:
+            why = past.gave_up or past.note or past.lost
+            yield f"{worker.name} has not reported" + (f": {why}" if why else "")
+        elif report is not None and report.verdict in ("crashed", "refused"):
+            yield f"{worker.name} {report.verdict}"
+        elif loop := crash_loop(report):
+            yield f"{worker.name}: {loop}"
+
+
 @dataclass(frozen=True)
 class WorkerStatus:
     """One line of the table."""
