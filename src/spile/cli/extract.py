@@ -116,12 +116,13 @@ def worker(
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
     from spile.objects import open_folder
     from spile.store.claims import ClaimBook
-    from spile.worker.claiming import default_worker_name, work_on_claims
+    from spile.worker.claiming import default_worker_name, goal_of, work_on_claims
     from spile.worker.signals import exit_handler, handled
 
     if not 1 <= seconds <= 86400:
         raise SpecError("--claim-seconds", expected="from 1 to 86400", found=f"{seconds:g}")
-    book = ClaimBook(open_folder(spec.output), name or default_worker_name(), expiry=seconds)
+    root, worker = open_folder(spec.output), name or default_worker_name()
+    book = ClaimBook(root, worker, expiry=seconds, goal=goal_of(spec.data))
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)

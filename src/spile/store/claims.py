@@ -6,8 +6,12 @@ ledger: a worker that lost its claim without noticing is fenced at its next comm
 ``claims/0005/000003.json`` is the third claim on stream 5. It is created only if absent, so one of several candidates
 wins. The owner overwrites it at a fixed interval, which changes its modification time and ETag. A candidate that lists
 the same version for ``expiry`` seconds of its own monotonic clock may create ``000004.json``; no clocks are compared.
-``claims/0005/000003.released`` says that the owner gave the claim up. The highest number of a stream counts, and it is
-never deleted, so that a number is never used twice.
+``claims/0005/000003.released`` says that the owner gave the claim up, and ``000003.done-1a2b3c4d`` that it finished the
+stream for the limits of a run that have this hash. The highest number of a stream counts, and it is never deleted, so
+that a number is never used twice.
+
+A candidate needs one listing of all claims, and no request for each stream: a run may have ten thousand streams and a
+thousand workers.
 
 Only creating an object if it is absent and overwriting it are needed, which every disk and bucket can do. A conditional
 replacement (by ETag or generation) would give the same guarantee with one more operation in each backend.
@@ -21,22 +25,25 @@ import re
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from spile.errors import SpileError
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder, NotFound, read_ahead
 
 CLAIMS = "claims/"
 CLAIM_SECONDS = 90.0
 """Default time without a renewal after which another worker may take a stream over."""
 _RENEWALS = 4
 """Renewals within that time."""
-_KEY = re.compile(r"claims/(\d{4,9})/(\d{6,9})\.(json|released)", re.ASCII)
+_KEY = re.compile(r"claims/(\d{4,9})/(\d{6,9})\.(json|released|done-[0-9a-f]{8})", re.ASCII)
 _CHOICES = 4
-"""Candidates choose at random among this many of the best streams, so that they rarely collide."""
+"""Candidates choose at random among this many of the best streams, or a quarter, so that they rarely collide."""
+_READERS = 32
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,13 @@ class _Version:
     """The newest claim on a stream, as a listing shows it."""
 
     number: int
-    released: bool
+    state: str
+    """``json``, ``released`` or ``done-`` and a hash."""
     mark: tuple[float, int, str | None]
+
+    @property
+    def released(self) -> bool:
+        return self.state != "json"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class ClaimBook:
             two workers that run at the same time must have different names.
         expiry: Seconds without a renewal after which a claim may be taken over.
         clock: A monotonic clock.
+        goal: A text that is equal for workers with the same limits of the run. A stream that a worker with this goal
+            has finished is not offered again.
 
     """
 
@@ -85,11 +99,15 @@ class ClaimBook:
         expiry: float = CLAIM_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
+        goal: str = "",
     ) -> None:
         self.worker, self.expiry = worker, expiry
         self._root, self._clock, self._chance = root, clock, chance or random.Random()
+        self._done = f"done-{zlib.crc32(goal.encode()):08x}"
         self._seen: dict[int, _Sighting] = {}
         self._reader = ClaimReader(root)
+        self._own: dict[int, int] | None = None
+        """The claims, by stream, that an earlier process of this worker left behind."""
 
     def take(self, streams: Iterable[int]) -> Claim | None:
         """Claim one of these streams, preferring those that this worker held before a restart, then the first ones.
@@ -99,17 +117,25 @@ class ClaimBook:
 
         """
         self._look()
-        free = [stream for stream in streams if self._is_free(stream)]
-        own = [stream for stream in free if self._is_own(stream)]
-        others = [stream for stream in free if stream not in own]
-        best = others[:_CHOICES]
+        wanted = [stream for stream in streams if not self.is_done(stream)]
+        if self._own is None:
+            self._own = self._find_own(wanted)
+        own = [stream for stream in wanted if self._is_own(stream)]
+        free = [stream for stream in wanted if self._is_free(stream) and stream not in own]
+        free.sort(key=self._seen.__contains__)  # A stream that was never claimed has all of its work left.
+        count = max(_CHOICES, sum(stream not in self._seen for stream in free) // 4)
+        best = free[:count]
         self._chance.shuffle(best)
-        for stream in (*own, *best, *others[_CHOICES:]):
+        for stream in (*own, *best, *free[count:]):
             number = self._seen[stream].version.number + 1 if stream in self._seen else 1
-            claim = Claim(self._root, stream, number, self.worker, self.expiry)
+            claim = Claim(self._root, stream, number, self.worker, self.expiry, self._done)
             if claim.create():
                 return claim
         return None
+
+    def is_done(self, stream: int) -> bool:
+        """Return whether a worker with the same goal has finished the stream, as of the last look."""
+        return stream in self._seen and self._seen[stream].version.state == self._done
 
     def all_busy(self, streams: Iterable[int]) -> bool:
         """Return whether the owners of all these streams renewed their claims while this worker watched."""
@@ -125,24 +151,32 @@ class ClaimBook:
 
     def _is_free(self, stream: int) -> bool:
         seen = self._seen.get(stream)
-        if seen is None or seen.version.released or self._clock() - seen.since >= self.expiry:
-            return True
-        return self._is_own(stream)
+        return seen is None or seen.version.released or self._clock() - seen.since >= self.expiry
 
     def _is_own(self, stream: int) -> bool:
         """Return whether an earlier process of this worker holds the stream: one that ended without releasing it."""
         seen = self._seen.get(stream)
         if seen is None or seen.renewed or seen.version.released:
             return False
-        return self._reader.owner(stream, seen.version.number) == self.worker
+        return (self._own or {}).get(stream) == seen.version.number
+
+    def _find_own(self, streams: Iterable[int]) -> dict[int, int]:
+        """Read the owners of all active claims once, at the start of this process."""
+        active = {n: self._seen[n].version.number for n in streams if n in self._seen}
+        active = {n: number for n, number in active.items() if not self._seen[n].version.released}
+        calls = (partial(self._reader.owner, *each) for each in active.items())
+        owners = zip(active.items(), read_ahead(calls, _READERS), strict=True)
+        return {stream: number for (stream, number), owner in owners if owner == self.worker}
 
 
 class Claim:
     """One worker's claim on one stream."""
 
-    def __init__(self, root: Folder, stream: int, number: int, worker: str, expiry: float) -> None:
+    def __init__(self, root: Folder, stream: int, number: int, worker: str, expiry: float, done: str) -> None:
         self.stream, self.number, self.worker, self.expiry = stream, number, worker, expiry
-        self._root, self._token, self._counter = root, secrets.token_hex(8), 0
+        self._root, self._token, self._counter, self._done = root, secrets.token_hex(8), 0, done
+        self.finished = False
+        """Whether the stream is finished, so that :meth:`release` tells the other workers."""
 
     def create(self) -> bool:
         """Create the claim; return False if another worker was faster."""
@@ -158,8 +192,9 @@ class Claim:
         return True
 
     def release(self) -> None:
-        """Give the stream up, so that another worker may take it at once."""
-        self._root.create(_key(self.stream, self.number, "released"), self._body())
+        """Give the stream up, so that another worker may take it at once, unless it is finished."""
+        suffix = self._done if self.finished else "released"
+        self._root.create(_key(self.stream, self.number, suffix), self._body())
         for info in self._root.list(f"{CLAIMS}{self.stream:04d}/"):
             found = _KEY.fullmatch(info.key)
             if found and int(found[2]) < self.number:
@@ -224,12 +259,19 @@ def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
         match = _KEY.fullmatch(info.key)
         if match is None:
             continue
-        number, released = int(match[2]), match[3] == "released"
-        version = _Version(number, released, (info.updated, info.size, info.etag))
+        version = _Version(int(match[2]), match[3], (info.updated, info.size, info.etag))
         before = found.get(int(match[1]))
-        if before is None or (number, released) > (before.number, before.released):
+        if before is None or (version.number, version.released) > (before.number, before.released):
             found[int(match[1])] = version
     return found
+
+
+def forget_finished(root: Folder, stream: int) -> None:
+    """Remove the marks that a stream is finished, before the stream is cleared."""
+    for info in root.list(f"{CLAIMS}{stream:04d}/"):
+        found = _KEY.fullmatch(info.key)
+        if found is not None and found[3].startswith("done-"):
+            root.delete(info.key)
 
 
 def _read_owner(root: Folder, key: str) -> str:

@@ -17,6 +17,7 @@ from spile.objects.folder import Folder, NotFound, Removal
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import home_of
 from spile.spec.phase import Phase
+from spile.store.claims import forget_finished
 from spile.store.layout import (
     METADATA,
     PREDICTIONS,
@@ -100,6 +101,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
     shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger. Commits
     of a worker that still writes to the old incarnation are ignored, because they carry the old id.
     """
+    forget_finished(root, worker_id)
     folder = root.child(existing_folder(root, worker_id))
     for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
         if is_addition(name):

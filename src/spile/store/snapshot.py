@@ -14,7 +14,7 @@ from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENCE, Beat, read_beat
-from spile.store.layout import PROGRESS
+from spile.store.layout import PROGRESS, existing_folder
 from spile.store.ledger import Commit, Ledger, read_commits
 from spile.store.stream import StreamRecord, parse_iso, read_stream
 from spile.store.streams import find_streams
@@ -198,6 +198,10 @@ class SnapshotReader:
         with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
             views = tuple(pool.map(self._view, folders, folders.values()))
         return Snapshot(self._root.url, self._clock(), views)
+
+    def stream(self, number: int) -> StreamView:
+        """Return the state of one stream, without a listing of the others."""
+        return self._view(number, existing_folder(self._root, number))
 
     def _view(self, number: int, name: str) -> StreamView:
         folder = self._root.child(name)

@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ def work_on_claims(
     hosts: WorkerGroup | None = None,
     log: Callable[[str], None] = lambda _line: None,
 ) -> int:
-    """Claim the unfinished stream with the most work left, run it, and repeat until nothing is left to claim.
+    """Claim one of the largest unfinished streams, run it, and repeat until nothing is left to claim.
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
     A single process sets a stream that fails aside, so that one damaged stream does not end every worker of the run. It
@@ -56,11 +56,11 @@ def work_on_claims(
     hosts = hosts or WorkerGroup()
     streams = _planned_streams(data)
     snapshots = SnapshotReader(open_folder(output))
+    left = {stream.number: stream for stream in streams}
     finished: set[int] = set()
     failed: dict[int, SpileError] = {}
     for turn in itertools.count():  # A key of a pod must not be used twice: the other hosts would read its old value.
-        left = [each for each in streams if each.number not in finished and each.number not in failed]
-        claim = _claim(book, snapshots, left) if hosts.first else None
+        claim = take_unfinished(book, snapshots, left) if hosts.first else None
         stream = int(hosts.agree(f"claim/{turn}", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
             if failed:
@@ -71,6 +71,8 @@ def work_on_claims(
         try:
             with nullcontext() if claim is None else claim.keep_renewed(log):
                 code = run(stream)
+                if claim is not None:
+                    claim.finished = code == 0
         except SpileError as error:
             common = failed and not finished and not isinstance(error, Fenced)
             if isinstance(error, Interrupted) or hosts.name or common:  # Other hosts cannot know what happened here.
@@ -81,32 +83,48 @@ def work_on_claims(
             log(f"stream {stream} failed: {error}")
             error.__traceback__ = error.__cause__ = error.__context__ = None  # they would keep the model in memory
             failed[stream] = error
+            left.pop(stream, None)
             continue
         if code == 0:
-            finished.add(stream)  # --max-tokens may end a stream before its last sample
+            finished.add(stream)
+            left.pop(stream, None)  # --max-tokens may end a stream before its last sample
         elif code != Fenced.exit_code:
             return code
     raise AssertionError("unreachable")
 
 
-def _claim(book: ClaimBook, snapshots: SnapshotReader, streams: Sequence[_PlannedStream]) -> Claim | None:
-    """Return a claim, or None if live workers hold all unfinished streams or none is left."""
+def take_unfinished(
+    book: ClaimBook,
+    snapshots: SnapshotReader,
+    left: dict[int, PlannedStream],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim | None:
+    """Return a claim on an unfinished stream, or None if live workers hold all unfinished streams or none is left.
+
+    Only the ledger of the claimed stream is read. A stream that turns out to be finished is removed from ``left``.
+    """
     while True:
-        views = {view.number: view for view in snapshots.take().streams}
-        left = {
-            stream.number: stream.size - (views[stream.number].samples if stream.number in views else 0)
-            for stream in streams
-            if not stream.is_done(views.get(stream.number))
-        }
-        order = sorted(left, key=lambda number: (-left[number], number))
-        claim = book.take(order) if order else None
-        if claim is not None or book.all_busy(order):
+        order = sorted(left, key=lambda number: (-left[number].size, number))
+        claim = book.take(order)
+        if claim is None:
+            if book.all_busy(number for number in order if not book.is_done(number)):
+                return None
+            sleep(book.expiry / 4)
+        elif left[claim.stream].is_done(snapshots.stream(claim.stream)):
+            del left[claim.stream]
+            claim.finished = True
+            claim.release()
+        else:
             return claim
-        time.sleep(book.expiry / 4)
+
+
+def goal_of(data: DataSpec) -> str:
+    """Return a text that is equal for runs that end each stream at the same sample."""
+    return repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
 
 
 @dataclass(frozen=True)
-class _PlannedStream:
+class PlannedStream:
     """One stream of the split."""
 
     number: int
@@ -115,15 +133,15 @@ class _PlannedStream:
     wanted: int | None
     """The samples that the run asks for; None if only the worker can tell."""
 
-    def is_done(self, view: StreamView | None) -> bool:
+    def is_done(self, view: StreamView) -> bool:
         """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
-        if view is None or view.state is not State.DONE:
+        if view.state is not State.DONE:
             return False
         # It may be done by the smaller --max-samples of an earlier run.
         return self.wanted is None or view.expected is None or view.expected >= self.wanted
 
 
-def _planned_streams(data: DataSpec) -> list[_PlannedStream]:
+def _planned_streams(data: DataSpec) -> list[PlannedStream]:
     if data.dataset_dir is None:
         raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
     folder = open_folder(data.dataset_dir)
@@ -132,15 +150,15 @@ def _planned_streams(data: DataSpec) -> list[_PlannedStream]:
         found = [_plan(data, number, entry.samples) for number, entry in enumerate(manifest.streams)]
     else:
         files = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
-        found = [_PlannedStream(int(match[1]), size, None) for match, size in files if match is not None]
+        found = [PlannedStream(int(match[1]), size, None) for match, size in files if match is not None]
     if not found:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
     return found
 
 
-def _plan(data: DataSpec, number: int, rows: int) -> _PlannedStream:
+def _plan(data: DataSpec, number: int, rows: int) -> PlannedStream:
     """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
     samples = rows * data.prompt.predictions_per_task
     size = samples if data.max_samples is None else min(samples, data.max_samples)
     exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
-    return _PlannedStream(number, size, size if exact else None)
+    return PlannedStream(number, size, size if exact else None)

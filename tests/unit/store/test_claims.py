@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spile.objects import Folder, open_folder
-from spile.store.claims import Claim, ClaimBook, ClaimReader
+from spile.store.claims import Claim, ClaimBook, ClaimReader, forget_finished
 from spile_fakes.gcs import FakeGcs
 
 
@@ -143,3 +143,34 @@ def test_strange_objects_are_no_claims(root: Folder) -> None:
     root.put("claims/0001/000001.json", b"half")
     assert holders(root) == {1: ""}
     assert taken(book(root, "a", Clock()).take([0])) == 0
+
+
+def test_a_finished_stream_is_not_offered_again_unless_the_goal_changes(root: Folder) -> None:
+    first = ClaimBook(root, "a", goal="100 samples")
+    claim = first.take([0, 1])
+    assert claim is not None
+    claim.finished = True
+    claim.release()
+    other = ClaimBook(root, "b", goal="100 samples")
+    assert taken(other.take([0, 1])) == 1 - claim.stream
+    assert other.is_done(claim.stream)
+    assert holders(root) == {1 - claim.stream: "b"}
+    assert taken(ClaimBook(root, "c", goal="200 samples").take([claim.stream])) == claim.stream
+    claim = ClaimBook(root, "c", goal="x").take([7])
+    assert claim is not None
+    claim.finished = True
+    claim.release()
+    assert ClaimBook(root, "d", goal="x").take([7]) is None
+    forget_finished(root, 7)
+    assert taken(ClaimBook(root, "c", goal="x").take([7])) == 7, "its owner continues at once"
+
+
+def test_many_workers_that_start_together_rarely_collide(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    create = Claim.create
+    monkeypatch.setattr(Claim, "create", lambda claim: tried.append(claim.stream) or create(claim))
+    monkeypatch.setattr(ClaimBook, "_look", lambda _: None)  # none has seen the claims of the others
+    for number in range(12):
+        assert ClaimBook(root, f"w{number}", chance=random.Random(number)).take(range(200)) is not None
+    assert len(tried) <= 12 + 4
+    assert max(tried) < 50, "the first ones are preferred"

@@ -17,7 +17,7 @@ from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, PromptSpec
 from spile.store.claims import ClaimBook, ClaimReader
-from spile.store.snapshot import Snapshot, State, StreamView
+from spile.store.snapshot import State, StreamView
 from spile.worker.claiming import work_on_claims
 from spile.worker.pod.pod import WorkerGroup
 from unit.cli.refusals import lines
@@ -93,8 +93,8 @@ def views(*found: StreamView) -> Callable[[object], object]:
     class Reader:
         def __init__(self, _root: object) -> None: ...
 
-        def take(self) -> Snapshot:
-            return Snapshot("out", 0.0, found)
+        def stream(self, number: int) -> StreamView:
+            return next(view for view in found if view.number == number)
 
     return Reader
 
