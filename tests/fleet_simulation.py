@@ -323,11 +323,16 @@ class Simulation:
         worker = self._worker_of(raw)
         if worker is not None:
             name = raw["name"].split("/")[5]
-            book = ClaimBook(self.root, name, clock=lambda: self.now, chance=random.Random(self.rng.random()))  # type: ignore[arg-type]
+            book = self._new_book(name)
             booted = self.now + self.rng.uniform(60, 240)
             self.vms[raw["id"]] = Vm(worker, name, raw, booted, book, self.fleet.deployment)
             running = [vm for vm in self.vms.values() if vm.worker == worker]
             self._hold(len(running) == 1, f"two live machines for worker {worker}")
+
+    def _new_book(self, name: str) -> ClaimBook:
+        """Return what a new process of a worker knows about the claims: nothing."""
+        chance = random.Random(self.rng.random())
+        return ClaimBook(self.root, name, clock=lambda: self.now, chance=chance)  # type: ignore[arg-type]
 
     def _halt(self, raw: dict[str, Any], notice: float) -> None:
         self._hold(raw["id"] not in self.foreign, f"a foreign machine was touched: {raw['name']}")
@@ -363,7 +368,8 @@ class Simulation:
         vm.deployment, vm.ended, vm.booted = self.fleet.deployment, 0.0, self.now + 15.0
         if vm.claim is not None:
             vm.claim.release()
-        vm.claim, vm.trials, vm.launches = None, None, LaunchCounter()  # another agent runs from now on
+        # Another agent and another worker process run from now on.
+        vm.claim, vm.trials, vm.launches, vm.book = None, None, LaunchCounter(), self._new_book(vm.name)
         if vm.name not in {worker.name for worker in self.fleet.workers}:
             vm.ended = self.now  # it has no work in this deployment
 
@@ -427,8 +433,7 @@ class Simulation:
         self._say(f"a sample kills the worker of {vm.name}")
         vm.launches.ended(137)
         vm.claim, vm.trials, vm.healthy, vm.booted = None, None, False, self.now + 15.0
-        name, chance = vm.name, random.Random(self.rng.random())
-        vm.book = ClaimBook(self.root, name, clock=lambda: self.now, chance=chance)  # type: ignore[arg-type]
+        vm.book = self._new_book(vm.name)
 
     def _commit(self, vm: Vm, samples: list[int]) -> bool:
         """Create the next commit of the stream if it is absent; else this worker is fenced and takes another stream."""
