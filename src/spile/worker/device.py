@@ -44,6 +44,9 @@ from spile.worker.sizes import UNRELEASED, choose_sizes
 
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 """Programs that are compiled in parallel."""
+_GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+"""With cuBLAS alone, the first program of a dense model takes 3.6 s to compile on an H200 instead of 5.4 s, and it runs
+at the same rate."""
 _POLL = 0.1
 """Seconds between checks whether a wait for a program is given up."""
 
@@ -224,7 +227,8 @@ class DeviceProducer(Producer):
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
         with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
-            return self._lower(shape).compile()
+            dense_on_gpu = self.mesh.devices.flat[0].platform == "gpu" and self.config.experts is None
+            return self._lower(shape).compile(_GPU_OPTIONS if dense_on_gpu else None)
 
     def _lower(self, shape: _Shape) -> jax.stages.Lowered:
         rows, length, block = shape
