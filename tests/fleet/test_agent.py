@@ -16,9 +16,9 @@ import pytest
 
 from spile.cli.main import main
 from spile.errors import SpecError, StoreError, UserError
-from spile.fleet.agent import AGAIN, Agent, LogKeeper, read_log, worker_command
+from spile.fleet.agent import AGAIN, Agent, LogKeeper, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.home import FleetHome, WorkerReport, pin_machines
+from spile.fleet.home import FleetHome, WorkerReport, pin_machines, read_log
 from spile.fleet.manage import settle
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers

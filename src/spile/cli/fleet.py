@@ -154,14 +154,8 @@ def monitor(
     home = fleet_home(root, fleet)
     console = output()
     if home is not None:
-        from spile.fleet.home import remember_deployment
-
-        deployed, found = home.read_pinned()
-        if deployment is not None:
-            remember_deployment(home.folder.url, found, deployment)
         client = _client(home, project)
-        if budget is not None:  # It applies to every monitor from now on.
-            home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
+        _change_fleet(home, deployment, budget)
         adjust = adjusted(interval, keep_finished)
         with web_of(root, web, fleet=fleet):
             return watch_fleet(
@@ -170,6 +164,17 @@ def monitor(
             )  # fmt: skip
     with web_of(root, web):
         return _watch_root(root, console, interval, once, as_json, metrics_port)
+
+
+def _change_fleet(home: FleetHome, deployment: str | None, budget: float | None) -> None:
+    """Trust the given deployment from this computer on, and change the budget for every monitor."""
+    from spile.fleet.home import remember_deployment
+
+    deployed, found = home.read_pinned()
+    if deployment is not None:
+        remember_deployment(home.folder.url, found, deployment)
+    if budget is not None:
+        home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
 
 
 def fleet_home(root: str, fleet: str | None) -> FleetHome | None:

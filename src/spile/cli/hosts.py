@@ -204,8 +204,7 @@ def _print_stored_log(
     """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
     from collections import deque
 
-    from spile.fleet.agent import read_log
-    from spile.fleet.home import FleetHome
+    from spile.fleet.home import FleetHome, read_log
 
     opened = FleetHome.open(home)
     named = {str(each.id): each.name for each in opened.read_fleet().workers}

@@ -32,17 +32,17 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
-from spile.fleet.home import FleetHome, WorkerReport, own_pin
+from spile.fleet.home import FleetHome, WorkerReport, log_key, log_names, log_numbers, own_pin
 from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
 from spile.fleet.spec import FleetSpec, Verdict, Worker, owns, worker_of
 from spile.hosts.hosts import Host
 from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
-from spile.objects.folder import Folder, NotFound, Removal
+from spile.objects.folder import Folder, Removal
 from spile.spec.phase import Phase
 from spile.store.heartbeat import REFERENCE, Beat, hide_values, read_beat, secret_values
 from spile.store.layout import PROGRESS, existing_folder, list_streams
@@ -82,8 +82,8 @@ class LogKeeper:
             text, self._changed, self._dropped = bytes(self._text), False, 0
         try:
             if self._number is None:
-                self._number = max(_numbers(self._folder, self._name), default=0) + 1
-            self._folder.put(_key(self._name, self._number), text)
+                self._number = max(log_numbers(self._folder, self._name), default=0) + 1
+            self._folder.put(log_key(self._name, self._number), text)
         except SpileError:
             self._changed = True  # The next flush tries again.
             raise
@@ -91,38 +91,9 @@ class LogKeeper:
             with self._lock:
                 del self._text[: max(0, len(text) - self._dropped)]
             self._number += 1
-            numbers = _numbers(self._folder, self._name)
-            old = [_key(self._name, number) for number in numbers if number <= self._number - self._parts]
-            Removal(self._folder.url, ours=_ours(self._name), remove=self._folder.delete).in_order(old)
-
-
-def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
-    """Return the stored lines of a machine, oldest first; with ``pattern`` only matching lines."""
-    try:
-        wanted = re.compile(pattern or "")
-    except re.error as error:
-        raise SpecError("--grep", expected="a regular expression", found=f"{pattern!r}: {error}") from error
-    for number in _numbers(folder, name):
-        try:
-            text = folder.get(_key(name, number)).decode(errors="replace")
-        except NotFound:  # It was removed meanwhile.
-            continue
-        yield from (line for line in text.splitlines() if wanted.search(line))
-
-
-def _numbers(folder: Folder, name: str) -> list[int]:
-    ours = _ours(name)
-    keys = (info.key for info in folder.list(f"logs/{name}/"))
-    return sorted(int(key.rpartition("/")[2].removesuffix(".log")) for key in keys if ours(key))
-
-
-def _ours(name: str) -> Callable[[str], bool]:
-    shape = re.compile(rf"logs/{re.escape(name)}/([0-9]{{6}}|[1-9][0-9]{{6,}})\.log")
-    return lambda key: shape.fullmatch(key) is not None
-
-
-def _key(name: str, number: int) -> str:
-    return f"logs/{name}/{number:06d}.log"
+            numbers = log_numbers(self._folder, self._name)
+            old = [log_key(self._name, number) for number in numbers if number <= self._number - self._parts]
+            Removal(self._folder.url, ours=log_names(self._name), remove=self._folder.delete).in_order(old)
 
 
 UNIT = "spile-worker"

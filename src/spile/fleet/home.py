@@ -22,7 +22,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
@@ -234,6 +234,37 @@ class FleetHome:
                 self._seen[name] = known
             found[name] = known[1]
         return found
+
+
+def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
+    """Return the stored lines of a machine, oldest first; with ``pattern`` only matching lines."""
+    try:
+        wanted = re.compile(pattern or "")
+    except re.error as error:
+        raise SpecError("--grep", expected="a regular expression", found=f"{pattern!r}: {error}") from error
+    for number in log_numbers(folder, name):
+        try:
+            text = folder.get(log_key(name, number)).decode(errors="replace")
+        except NotFound:  # It was removed meanwhile.
+            continue
+        yield from (line for line in text.splitlines() if wanted.search(line))
+
+
+def log_numbers(folder: Folder, name: str) -> list[int]:
+    """Return the numbers of the stored parts of a machine's log."""
+    ours = log_names(name)
+    keys = (info.key for info in folder.list(f"logs/{name}/"))
+    return sorted(int(key.rpartition("/")[2].removesuffix(".log")) for key in keys if ours(key))
+
+
+def log_names(name: str) -> Callable[[str], bool]:
+    """Return a test for the keys of a machine's log."""
+    shape = re.compile(rf"logs/{re.escape(name)}/([0-9]{{6}}|[1-9][0-9]{{6,}})\.log")
+    return lambda key: shape.fullmatch(key) is not None
+
+
+def log_key(name: str, number: int) -> str:
+    return f"logs/{name}/{number:06d}.log"
 
 
 _CLOCK = "lease/clock"

@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from spile.data.arc.answers import Score, TaskScore
 from spile.errors import SpileError, UserError
@@ -36,8 +35,10 @@ from spile.store.predictions import read_predictions
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import TapAccumulator, TapStatistics, bin_edge
 from spile.version import __version__
-from spile.view.web.features import FeatureIndex
-from spile.view.web.roots import Root
+
+if TYPE_CHECKING:
+    from spile.view.web.features import FeatureIndex
+    from spile.view.web.roots import Root
 
 _PAGE = 500
 """The largest number of samples in one answer."""
@@ -56,15 +57,6 @@ _LARGE = 3e38
 
 _Array = npt.NDArray[Any]
 _Answer = dict[str, Any]
-
-
-def to_json(value: Any) -> bytes:
-    """Return an answer as JSON. NaN and infinity become null."""
-    return orjson.dumps(value, default=_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-
-
-def _default(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class Query:
@@ -103,6 +95,10 @@ class Viewer:
         if number >= len(self.roots):
             raise UserError(name, expected=f"a number below {len(self.roots)}", found=number)
         return self.roots[number]
+
+    def describe_run(self, values: Mapping[str, str], max_age: float) -> dict[str, Any]:
+        """Return the state of a run, at most this many seconds old."""
+        return self.root(Query(values)).describe_run(max_age)
 
     def show_score(self, root: int, score: Score) -> None:
         """Show this score instead of computing one."""

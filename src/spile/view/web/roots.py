@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from spile.errors import SpileError, UserError
-from spile.fleet.agent import read_log
-from spile.fleet.home import FleetHome
+from spile.fleet.home import FleetHome, read_log
 from spile.objects import open_folder
 from spile.objects.folder import NotFound
 from spile.reading.dataset import Dataset

@@ -10,21 +10,22 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spile.errors import SpecError, SpileError, UserError
-from spile.view.web.export import page_template, static_files
-from spile.view.web.pages import Query, Viewer, to_json
+from spile.view.web.page import page_template, static_files, to_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from spile.view.web.pages import Viewer
 
 PORT = 8765
 TOKEN = "SPILE_VIEW_TOKEN"  # noqa: S105  the name of the variable
@@ -45,7 +46,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRule:
     """Who may read: any request to a loopback name, or only those with the token."""
 
     token: str = ""
@@ -71,7 +72,7 @@ class Access:
 class _Guard:
     """Refuses what may not be read, and adds the security headers to every answer."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRule) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +102,7 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(to_json(value), status, media_type="application/json")
 
 
-def make_app(viewer: Viewer, access: Access = Access(), *, interval: float = 5.0) -> Starlette:  # noqa: B008
+def make_app(viewer: Viewer, access: AccessRule = AccessRule(), *, interval: float = 5.0) -> Starlette:  # noqa: B008
     """Return the ASGI application."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -131,7 +132,7 @@ def make_app(viewer: Viewer, access: Access = Access(), *, interval: float = 5.0
             return _json({"error": f"{type(error).__name__}: {error}"}, 500)
 
     async def live(request: Request) -> Response:
-        events = _events(viewer, Query(dict(request.query_params)), interval)
+        events = _events(viewer, dict(request.query_params), interval)
         return StreamingResponse(events, media_type="text/event-stream")
 
     routes = [
@@ -144,12 +145,12 @@ def make_app(viewer: Viewer, access: Access = Access(), *, interval: float = 5.0
     return Starlette(routes=routes, middleware=[Middleware(_Guard, access=access)])
 
 
-async def _events(viewer: Viewer, query: Query, interval: float) -> AsyncIterator[bytes]:
+async def _events(viewer: Viewer, query: Mapping[str, str], interval: float) -> AsyncIterator[bytes]:
     """Yield the state of a run as server-sent events: when it changes, and at least every few intervals."""
     sent, quiet = None, 0
     while True:
         try:
-            state = await asyncio.to_thread(partial(viewer.root(query).describe_run, interval / 2))
+            state = await asyncio.to_thread(partial(viewer.describe_run, query, interval / 2))
             event, key = b"run", {name: value for name, value in state.items() if name != "taken"}
         except (SpileError, OSError) as error:
             state = key = {"error": str(error)}
@@ -201,7 +202,7 @@ class WebServer:
             import uvicorn
 
             token = "" if is_loopback(host) else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-            app = make_app(viewer, Access(token), interval=interval)
+            app = make_app(viewer, AccessRule(token), interval=interval)
         except ImportError as error:
             raise UserError(
                 f"the web application needs the package {error.name}", fix="install it with: pip install 'spile[view]'"
