@@ -571,7 +571,7 @@ class Simulation:
             saved = sorted(key for key in self.folder.objects if key.startswith("history/"))
             monitor.history = History.from_json(self.folder.get(saved[-1])) if saved else History()
         monitor.holding = monitor.lease.number
-        fleet = self.home.read_ordered()
+        fleet = self.home.ordered(self.home.read_fleet())
         pulses = {
             number: Pulse(task.beat, task.phase, task.verdict if mine else "", task.said if mine else 0.0, "boom")  # type: ignore[arg-type]
             for number, task in self.said.items()

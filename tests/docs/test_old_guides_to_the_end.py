@@ -194,7 +194,7 @@ def deploys(at: GuideWorld, old: OldLine) -> None:
     assert fleet.root == f"gs://{FINEWEB}/activations"
     streams = open_folder(fleet.streams or "")
     for worker in (fleet.workers[0], fleet.workers[-1]):
-        words = worker_command(fleet, worker)
+        words = worker_command(worker)
         at.monkeypatch.setattr("sys.stdin", io.StringIO(fleet.run_json().decode()))
         code, text = at.prompt(*words[words.index("worker") :])
         assert code == 0, text

@@ -48,7 +48,7 @@ def an_agent(home: FleetHome, code: str, **more: object) -> Agent:
 def test_the_worker_gets_the_run_spec_and_claims_streams(tmp_path: Path) -> None:
     home = a_home(tmp_path)
     fleet = home.read_fleet()
-    words = worker_command(fleet, fleet.workers[1])
+    words = worker_command(fleet.workers[1])
     assert words[1:] == ["-m", "spile.cli.main", "worker", "--spec", "-", "--claim", "--worker-name", NAME]
     an_agent(home, "import json, sys; raise SystemExit(0 if json.load(sys.stdin)['max_samples'] == 7 else 2)").run()
     assert home.read_reports()[NAME].verdict == "finished"

@@ -151,7 +151,7 @@ def test_a_budget_raised_on_one_monitor_counts_for_the_next(home: FleetHome, fak
     home.order_budget(deployed, 1.1)
     assert until(later, lambda status: status.over).history.stopped.startswith("the budget of $1.10 is spent")
     home.write_fleet(replace(deployed, deployment="e"))
-    assert home.read_ordered().policy.budget is None, "the next deployment has its own"
+    assert home.ordered(home.read_fleet()).policy.budget is None, "the next deployment has its own"
 
 
 def test_a_complete_run_is_a_success_at_any_cost(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:

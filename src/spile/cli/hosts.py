@@ -251,7 +251,7 @@ def _print_last_lines(worker: str, machine: LogMachine, output: str | None, line
             found=machine.story,
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
-    beat = last_words(open_folder(output), worker, machine.worker)
+    beat = last_words(open_folder(output), worker, machine)
     line = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
     console.print(line, markup=False, style="dim", soft_wrap=True)
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:

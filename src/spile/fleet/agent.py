@@ -44,6 +44,7 @@ from spile.hosts.hosts import Host
 from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
 from spile.objects.folder import Folder, Removal
 from spile.spec.phase import Phase
+from spile.store.claims import ClaimReader
 from spile.store.heartbeat import REFERENCE, Beat, hide_values, read_beat, secret_values
 from spile.store.layout import PROGRESS, existing_folder, list_streams
 from spile.version import __version__
@@ -112,6 +113,8 @@ class LogMachine:
     worker: int | None
     story: str
     """Why there is no host, as text."""
+    name: str = ""
+    """Its name, which is also that of the worker in claims."""
 
 
 def tail_command(lines: int, follow: bool) -> str:
@@ -136,25 +139,33 @@ def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host:
         names = ", ".join(f"{node.name} in {node.zone}" for node in found)
         raise UserError(f"several machines are worker {worker}", found=names, fix="name one with --zone or --fleet")
     if not found:
-        return LogMachine(None, number, "it has no machine")
+        return LogMachine(None, number, "it has no machine", worker)
     node = found[0]
     number = worker_of(node) if number is None else number
     if node.state != NodeState.READY:
-        return LogMachine(None, number, f"{node.name} is {node.state}")
+        return LogMachine(None, number, f"{node.name} is {node.state}", node.name)
     hosts = hosts_of([node], node.name, internal_ip=internal_ip)
     if not 0 <= host < len(hosts):
         raise UserError(f"{node.name} has no host {host}", expected=f"0 to {len(hosts) - 1}")
     return LogMachine(hosts[host], number, "")
 
 
-def last_words(root: Folder, worker: str, number: int | None) -> Beat:
-    """Return the worker's heartbeat, which contains the last lines of its log."""
-    for folder in [existing_folder(root, number)] if number is not None else _streams(root):
-        beat = read_beat(root.child(folder))
-        if beat is not None and (number is not None or beat.host.split(".")[0] == worker):
-            return beat
-    fix = "check --output" if number is not None else "name the worker by its number"
-    raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected="one in stream_N/progress.json", fix=fix)
+def last_words(root: Folder, worker: str, machine: LogMachine) -> Beat:
+    """Return the heartbeat of the stream that the worker claimed last; it contains the last lines of its log.
+
+    Without claims, the number of a worker is that of its stream, and its name that of its host.
+    """
+    owners = ClaimReader(root).owners()
+    held = [stream for stream, each in owners.items() if each.worker in (worker, machine.name)]
+    named = held or ([] if machine.worker is None else [machine.worker])
+    folders = [existing_folder(root, number) for number in named] or _streams(root)
+    beats = [beat for folder in folders if (beat := read_beat(root.child(folder))) is not None]
+    found = [beat for beat in beats if named or beat.host.split(".")[0] == worker]
+    if not found:
+        expected = "one in stream_N/progress.json"
+        fix = "check --output" if named else "name the worker by its number"
+        raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected=expected, fix=fix)
+    return max(found, key=lambda beat: beat.updated)
 
 
 def _streams(root: Folder) -> list[str]:
@@ -177,7 +188,7 @@ _VERDICTS: dict[RestartAction, Verdict] = {
 }
 
 
-def worker_command(_fleet: FleetSpec, worker: Worker) -> list[str]:
+def worker_command(worker: Worker) -> list[str]:
     """Return the command of the worker, which reads the run spec from its standard input."""
     return [sys.executable, "-m", "spile.cli.main", "worker", "--spec", "-", "--claim", "--worker-name", worker.name]
 
@@ -197,7 +208,7 @@ class Agent:
     """The sha256 of the ``fleet.json`` that the startup script accepted; empty if nothing is pinned."""
     stay: bool = True
     """Whether to wait for a corrected deployment after the worker has ended for good."""
-    command: Callable[[FleetSpec, Worker], Sequence[str]] = worker_command
+    command: Callable[[Worker], Sequence[str]] = worker_command
     stopping: threading.Event = field(default_factory=threading.Event)
     _refused_pin: str = ""
     _report: WorkerReport = field(default_factory=lambda: WorkerReport(""))
@@ -331,7 +342,7 @@ class Agent:
             spec.seek(0)
             # The same process group as the agent, so that the end of the machine's service ends the worker too.
             with subprocess.Popen(  # noqa: S603
-                list(self.command(fleet, worker)),
+                list(self.command(worker)),
                 env={**os.environ, **given, **launches.environment()},
                 stdin=spec,
                 stdout=subprocess.PIPE,

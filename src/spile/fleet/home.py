@@ -148,9 +148,6 @@ class FleetHome:
         remember(self.folder.url, hashlib.sha256(data).hexdigest())  # First, so that nothing has changed if this fails.
         self.folder.put(FLEET, data)
 
-    def read_ordered(self) -> FleetSpec:
-        return self.ordered(self.read_fleet())
-
     def ordered(self, fleet: FleetSpec) -> FleetSpec:
         """Return this specification with the orders that were given since the deploy."""
         budget = self._order("budget", fleet).get("dollars", fleet.policy.budget)

@@ -10,6 +10,8 @@ from pathlib import Path
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.provider import NodeRequest
+from spile.objects import open_folder
+from spile.store.claims import ClaimBook
 from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
@@ -95,6 +97,10 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
     assert "expected one in stream_N/progress.json. Check --output." in err
     code, _, err = finish(spile(tmp_path, "logs", "t1v-n-0-w-0", "--output", "out", **env))
     assert code == 0
+    assert ClaimBook(open_folder(str(tmp_path / "out")), "tpu-us-central1-a-0").take([8]) is not None
+    beat(tmp_path / "out", 8, "the-host-of-stream-8")
+    code, out, err = finish(spile(tmp_path, "logs", "5", "--output", "out", **env))
+    assert (code, "on the-host-of-stream-8" in out) == (0, True), "a worker of a fleet claims any stream"
 
 
 def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: Hosts, project: Path) -> None:
