@@ -24,6 +24,7 @@ NOT_RUN = {
     r"spile (deploy|fleet|monitor .*/fleet/) ?": "machines of a cloud: test_old_guides_to_the_end.py, tests/fleet",
     r"spile tpu ": "machines of a cloud: test_old_guides_to_the_end.py, tests/fleet",
     r"spile monitor ": "it watches until it is interrupted: tests/unit/view, tests/fleet",
+    r"spile (view (?!.*--export)|extract --web)": "it serves a page: tests/unit/view/test_web.py, test_web_browser.py",
     r"spile extract (--engine|--num-workers) ": "many processes: tests/crash/test_engine_local.py, test_ray_engine.py",
     r"spile .*(Qwen2.5-7B|mamba)": "a model that is not here: tests/numerics, tests/unit/worker/test_torch_models.py",
     r"spile (infer$|infer .*--predictions|score .*--reference)": "minutes of answers: tests/unit/cli/test_infer.py",
@@ -41,7 +42,7 @@ ELSEWHERE = {
 
 SMALL = "spile extract --layers 0 --dataset prompts.txt"
 BEFORE = {
-    r"spile (inspect|export|verify) (\./activations|npy)": SMALL,
+    r"spile (inspect|export|verify|view) (\./activations|npy)": SMALL,
     r"spile extract --add-taps ": SMALL,
     r"spile data upload ": "spile data streams --num-streams 2 --output-dir data/streams",
     r"spile score ": "spile infer --max-samples 2 --max-new-tokens 16",

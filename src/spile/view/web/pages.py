@@ -45,7 +45,9 @@ _PAGE = 500
 _SEARCH_SECONDS = 1.0
 _MATCHES = 200
 _TOKENS = 256
-"""The tokens of a layer × token view: all taps of a long sample would be hundreds of megabytes."""
+"""The most tokens of a layer × token view."""
+_VIEW_BYTES = 32e6
+"""The most bytes that it reads, approximately: all taps of a long sample would be hundreds of megabytes."""
 _COMPARED = 24
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _OUTLIER = 6.0
@@ -300,13 +302,19 @@ def _grid(viewer: Viewer, query: Query) -> _Answer:
     """Return the layer × token view: the norm of each row, or its distance from the row at the tap before."""
     sample, first = _chosen(viewer, query), query.number("first", 0)
     taps = [tap for tap in float_taps(viewer.root(query).dataset()) if tap in sample.taps]
-    rows = sample.all_rows(taps, first=first, count=_TOKENS)
+    rows = sample.all_rows(taps, first=first, count=_token_count(viewer.root(query).dataset(), taps))
     if query.text("measure", "norm") == "norm":
         values = [np.linalg.norm(rows[tap].astype(np.float64), axis=1) for tap in taps]
         return {"taps": taps, "first": first, "values": [_compact(each) for each in values]}
     alike = [(a, b) for a, b in pairwise(taps) if rows[a].shape == rows[b].shape]
     values = [row_distances(rows[a], rows[b], b)[0] for a, b in alike]
     return {"taps": [b for _, b in alike], "first": first, "values": [_compact(each) for each in values]}
+
+
+def _token_count(dataset: Dataset, taps: Sequence[str]) -> int:
+    """Return for how many tokens the rows of all taps are read at once."""
+    token = sum(2 * _width(dataset, tap) for tap in taps)
+    return int(min(_TOKENS, max(16, _VIEW_BYTES / max(1, token))))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -434,7 +442,8 @@ def _difference(viewer: Viewer, query: Query) -> _Answer:
     first = query.number("first", 0)
     dataset = viewer.root(query).dataset()
     shared = [tap for tap in float_taps(dataset) if tap in one.taps and tap in two.taps]
-    mine, theirs = (each.all_rows(shared, first=first, count=_TOKENS) for each in (one, two))
+    count = _token_count(dataset, shared)
+    mine, theirs = (each.all_rows(shared, first=first, count=count) for each in (one, two))
     alike = [tap for tap in shared if mine[tap].shape == theirs[tap].shape]
     values = [_compact(row_distances(mine[tap], theirs[tap], tap)[0]) for tap in alike]
     return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}

@@ -22,8 +22,8 @@ export async function comparePage(main, root, params, go, about) {
       const each = await ask("difference", { root, other, stream, index, first: 0 });
       const scale = colourScale(each.values.flat(), { low: 0 });
       const at = Math.max(0, tap ? each.taps.indexOf(tap) : each.taps.length - 1), values = each.values[at];
-      const texts = each.tokens.slice(0, values.length), own = colourScale(values, { low: 0 });
-      const text = h("section", { class: "card" }, h("h2", {}, `${each.task_id} at ${each.taps[at]}`), h("p", { class: "read" }, "The colour of a token is the relative distance between its two rows; bright tokens differ most."), h("div", { class: "bar" }, select("tap", each.taps, each.taps[at], value => show(stream, index, value))),
+      const texts = each.tokens.slice(0, values.length), own = colourScale(values, { low: 0, text: true });
+      const text = h("section", { class: "card" }, h("h2", {}, `${each.task_id} at ${each.taps[at]}`), h("p", { class: "read" }, "The colour of a token is the relative distance between its two rows; strongly coloured tokens differ most."), h("div", { class: "bar" }, select("tap", each.taps, each.taps[at], value => show(stream, index, value))),
         tokenText(texts, values, own, { label: "Tokens by distance", describe: n => `${JSON.stringify(texts[n])}  relative distance ${number(values[n])}` }), scaleBar(own, "relative distance"));
       const picture = matrix({ title: "Distance by layer and token", rows: each.taps, columns: values.map((_, n) => String(n)), values: each.values, scale, unit: "relative distance", columnLabel: "Token (number of the row)", rowLabel: "Tap", read: "Each cell is the relative distance of one token's rows at one tap: it shows at which layer and token the two runs part.", cell: (r, c) => `${each.taps[r]}, token ${c} ${JSON.stringify(texts[c])}: ${number(each.values[r][c])}`, pick: r => show(stream, index, each.taps[r]) });
       detail.replaceChildren(text, picture.node);

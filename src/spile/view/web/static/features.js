@@ -17,7 +17,7 @@ export async function featuresPage(main, root, params, go) {
     hover(f.svg, bins.map((_, n) => (f.px(edge(n)) + f.px(edge(n + 1))) / 2), null, n => `${count(bins[n])} features with a density from ${number(edge(n), 3)} to ${number(edge(n + 1), 3)}`);
     return f.svg;
   });
-  const grid = virtualTable({ label: "Features", height: 420, columns: [{ title: "Feature", width: "1fr" }, { title: "Density", width: "1fr" }, { title: "Largest", width: "1fr" }], row: n => [String(order[n]), number(found.density[order[n]], 3), number(found.largest[order[n]])], open: n => go("features", root, [order[n]], {}), sort: (column, down) => { const key = [n => n, n => found.density[n], n => found.largest[n]][column]; order.sort((a, b) => (key(a) - key(b)) * (down ? -1 : 1)); } });
+  const grid = virtualTable({ label: "Features", height: 420, columns: [{ title: "Feature", width: "1fr" }, { title: "Density", width: "1fr" }, { title: "Largest", width: "1fr" }], row: n => [String(order[n]), number(found.density[order[n]], 3), number(found.largest[order[n]])], open: n => { history.pushState(null, "", `#/features/${root}/${order[n]}`); show(order[n]).catch(fail); }, sort: (column, down) => { const key = [n => n, n => found.density[n], n => found.largest[n]][column]; order.sort((a, b) => (key(a) - key(b)) * (down ? -1 : 1)); } });
   order.sort((a, b) => found.largest[b] - found.largest[a]);
   const search = h("input", { type: "number", min: 0, max: found.density.length - 1, "aria-label": "Number of a feature", placeholder: "Number" });
   const form = h("form", { class: "bar", onsubmit: event => { event.preventDefault(); if (search.value) go("features", root, [search.value], {}); } }, search, h("button", {}, "Show feature"));
@@ -26,15 +26,17 @@ export async function featuresPage(main, root, params, go) {
   detail.style.marginTop = "1rem";
   grid.resize(order.length); histogram.redraw();
   const chosen = Number(params.path[0] ?? order[0]);
-  if (order.length) await show(chosen).catch(error => detail.replaceChildren(h("p", { class: "error" }, error.message)));
+  if (order.length) await show(chosen).catch(fail);
   main.dataset.ready = "true";
+
+  function fail(error) { detail.replaceChildren(h("p", { class: "error" }, error.message)); }
 
   async function show(feature) {
     const each = await ask("feature", { root, feature });
     const high = Math.max(1e-9, ...each.samples.map(one => one.value));
-    detail.replaceChildren(h("section", { class: "card" }, h("h2", {}, `Feature ${each.feature}`), h("p", { class: "read" }, `The samples in which it is most active, at most one place of each, with the tokens around it. It is active on ${number(100 * each.density, 3)} % of the rows; bright tokens are strong.`),
-      ...(each.samples.length ? each.samples.map(one => h("div", {}, h("h3", {}, h("button", { type: "button", class: "link", onclick: () => go("samples", root, [one.stream, one.index], {}) }, one.task_id), ` token ${one.row}: `, h("span", { "data-figure": "activation" }, number(one.value))),
-        tokenText(one.tokens, one.values, colourScale(one.values, { low: 0, high }), { label: `Tokens around ${one.row}`, marked: one.row - one.first, describe: n => `${JSON.stringify(one.tokens[n])}  activation ${number(one.values[n])}` }))) : [h("p", { class: "soft" }, "It was active on none of these rows.")])));
+    detail.replaceChildren(h("section", { class: "card" }, h("h2", {}, `Feature ${each.feature}`), h("p", { class: "read" }, `The samples in which it is most active, at most one place of each, with the tokens around it. It is active on ${number(100 * each.density, 3)} % of the rows; strong colours are large activations.`),
+      h("div", { class: "contexts" }, ...(each.samples.length ? each.samples.map(one => h("div", {}, h("h3", {}, h("button", { type: "button", class: "link", onclick: () => go("samples", root, [one.stream, one.index], {}) }, one.task_id), ` token ${one.row}: `, h("span", { "data-figure": "activation" }, number(one.value))),
+        tokenText(one.tokens, one.values, colourScale(one.values, { low: 0, high, text: true }), { label: `Tokens around ${one.row}`, marked: one.row - one.first, hint: false, describe: n => `${JSON.stringify(one.tokens[n])}  activation ${number(one.values[n])}` }))) : [h("p", { class: "soft" }, "It was active on none of these rows.")]))));
     detail.dataset.ready = String(feature);
   }
 }

@@ -13,14 +13,20 @@ export function hideTip() { tip.hidden = true; }
 const STOPS = [[68, 50, 120], [49, 104, 142], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 const SIGNED = [[33, 102, 172], [146, 197, 222], [247, 247, 247], [244, 165, 130], [178, 24, 43]];
 
+/* Behind text: from the colour of the page to orange, and to blue for negative values. */
+function textStops(signed) {
+  const hex = getComputedStyle(document.documentElement).getPropertyValue("--card").trim(), paper = [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16));
+  return signed ? [[70, 130, 220], paper, [242, 120, 30]] : [paper, [242, 120, 30]];
+}
+
 /* A scale maps values to colours. Signed scales are symmetric about 0; others go from the lowest to the highest value. */
-export function colourScale(values, { signed = false, log = false, low, high } = {}) {
+export function colourScale(values, { signed = false, log = false, low, high, text = false } = {}) {
   const known = values.filter(Number.isFinite), size = known.map(Math.abs).sort((a, b) => a - b);
   const top = size.length ? size[Math.min(size.length - 1, Math.floor(size.length * 0.99))] || size.at(-1) : 1;
   const least = signed ? -(high ?? top) : low ?? (known.length ? known.reduce((a, b) => Math.min(a, b)) : 0);
   const most = high ?? (signed ? top : log ? size.at(-1) ?? 1 : top);
   const bend = log ? value => Math.log(Math.max(value, 1e-30)) : value => value;
-  const a = bend(log ? Math.max(least, most * 1e-6, 1e-30) : least), b = bend(most), spread = b - a || 1, stops = signed ? SIGNED : STOPS;
+  const a = bend(log ? Math.max(least, most * 1e-6, 1e-30) : least), b = bend(most), spread = b - a || 1, stops = text ? textStops(signed) : signed ? SIGNED : STOPS;
   const at = part => {
     const place = Math.min(1, Math.max(0, part)) * (stops.length - 1), first = Math.min(stops.length - 2, Math.floor(place));
     return stops[first].map((each, n) => Math.round(each + (stops[first + 1][n] - each) * (place - first)));

@@ -16,9 +16,9 @@ export async function runsPage(main, root) {
   const grid = virtualTable({
     label: "Streams", height: 460,
     columns: [
-      { title: "Stream", width: "minmax(110px,1.5fr)", min: 110, left: true }, { title: "Zone", width: "minmax(70px,1fr)", min: 70, left: true }, { title: "State", width: "110px", min: 110, left: true },
-      { title: "Done", width: "70px" }, { title: "Samples", width: "90px", min: 90 }, { title: "Tokens/s", width: "90px", min: 90 }, { title: "Time left", width: "100px", min: 100 },
-      { title: "Last commit", width: "110px", min: 110 }, { title: "Heartbeat", width: "100px", min: 100 }, { title: "Restarts", width: "75px" }, { title: "Stored", width: "85px" }, { title: "Reason", width: "minmax(120px,2fr)", min: 120, left: true },
+      { title: "Stream", width: "minmax(100px,1.4fr)", min: 100, left: true }, { title: "Zone", width: "minmax(60px,1fr)", min: 60, left: true }, { title: "State", width: "100px", min: 100, left: true },
+      { title: "Done", width: "62px", min: 62 }, { title: "Samples", width: "82px", min: 82 }, { title: "Tokens/s", width: "78px", min: 78 }, { title: "Time left", width: "96px", min: 96 },
+      { title: "Last commit", width: "96px", min: 96 }, { title: "Heartbeat", width: "84px", min: 84 }, { title: "Restarts", width: "72px", min: 72 }, { title: "Stored", width: "80px", min: 80 }, { title: "Reason", width: "minmax(90px,2fr)", min: 90, left: true },
     ],
     row: cells, open: n => show(rows[n][place.number]), sort: (column, down) => { by = [column, down]; arrange(); },
   });

@@ -1,5 +1,5 @@
 // The page of samples: search, tokens with a heat map, layer × token view, answers, and grids of ARC tasks.
-import { h, count, number, select, table, virtualTable, visible } from "./dom.js";
+import { h, count, number, select, virtualTable, visible } from "./dom.js";
 import { ask } from "./api.js";
 import { colourScale, hideTip, isDark, matrix, scaleBar, showTip } from "./plot.js";
 import { taskGrids } from "./score.js";
@@ -9,9 +9,9 @@ export const roleName = bits => (ROLES.find(([bit]) => bits & bit) || [0, "other
 const PAGE = 100, SHOWN = 3000;
 
 /* Tokens as text with a colour for each value. Arrow keys move; pick(n) is called for a click or Enter. */
-export function tokenText(tokens, values, scale, { describe, pick, label, marked = -1 }) {
+export function tokenText(tokens, values, scale, { describe, pick, label, marked = -1, hint = true }) {
   const node = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": label });
-  const readout = h("p", { class: "readout", "aria-live": "polite" }, "Point at a token, or focus the text and use the arrow keys.");
+  const readout = h("p", { class: "readout", "aria-live": "polite" }, hint ? "Point at a token, or focus the text and use the arrow keys." : "");
   let at = -1, shown = 0;
   const spans = [];
   function more() {
@@ -41,7 +41,7 @@ export function tokenText(tokens, values, scale, { describe, pick, label, marked
   return h("div", {}, node, rest, readout);
 }
 
-export async function samplesPage(main, root, params, go) {
+export async function samplesPage(main, root, params) {
   const facts = await ask("dataset", { root });
   const detail = h("div", {}), status = h("p", { class: "soft", "aria-live": "polite" });
   let list = [], total = facts.samples, searching = null;
@@ -50,7 +50,12 @@ export async function samplesPage(main, root, params, go) {
     label: "Samples", height: 560, rowHeight: 30,
     columns: [{ title: "Task", width: "minmax(90px,1fr)", min: 90, left: true }, { title: "Tokens", width: "60px", min: 60 }, { title: "Text", width: "minmax(110px,2fr)", min: 110, left: true }],
     row: n => { const row = get(n); return row && [row[2], count(row[3]), row[4].replace(/\s+/g, " ")]; },
-    open: n => { const row = get(n); if (row) go("samples", root, [row[0], row[1]], {}); },
+    open: n => {
+      const row = get(n);
+      if (!row) return;
+      history.pushState(null, "", `#/samples/${root}/${row[0]}/${row[1]}`);  // The list and its search stay.
+      showSample(detail, root, row[0], row[1], facts).catch(error => detail.replaceChildren(h("p", { class: "error" }, error.message)));
+    },
   });
   function get(n) {
     if (searching) return list[n];
@@ -90,12 +95,12 @@ export async function samplesPage(main, root, params, go) {
   grid.resize(total);
   let first = params.path;
   if (!first.length && total) { const found = await ask("samples", { root, start: 0, count: PAGE }); fetched.set(0, found.rows); grid.refresh(); if (found.rows.length) first = found.rows[0]; }
-  if (first.length) await showSample(detail, root, first[0], first[1], facts, go).catch(error => detail.replaceChildren(h("p", { class: "error" }, error.message)));
+  if (first.length) await showSample(detail, root, first[0], first[1], facts).catch(error => detail.replaceChildren(h("p", { class: "error" }, error.message)));
   else detail.replaceChildren(h("p", { class: "soft" }, "No sample is committed yet."));
   main.dataset.ready = "true";
 }
 
-async function showSample(detail, root, stream, index, facts, go) {
+async function showSample(detail, root, stream, index, facts) {
   const sample = await ask("sample", { root, stream, index });
   const taps = sample.taps, middle = taps[taps.length >> 1];
   const choice = { measure: "norm", tap: middle, other: taps[Math.max(0, (taps.length >> 1) - 1)], dimension: 0, token: 0 };
@@ -114,11 +119,11 @@ async function showSample(detail, root, stream, index, facts, go) {
     if (choice.measure === "dimension") { const field = h("input", { type: "number", min: 0, value: choice.dimension, onchange: () => { choice.dimension = field.value; draw(); } }); menu.push(h("label", {}, "dimension", field)); }
     if (choice.measure === "similarity") { const field = h("input", { type: "number", min: 0, max: sample.tokens.length - 1, value: choice.token, onchange: () => { choice.token = Number(field.value); draw(); } }); menu.push(h("label", {}, "token", field)); }
     const [unit, what] = NAMES[choice.measure];
-    const top = [h("h2", {}, `Tokens by ${NAMES[choice.measure][0]}`), h("p", { class: "read" }, `The colour of a token is the ${what}. ${choice.measure === "similarity" ? "Choose a token to compare with it." : "Bright is large; choose a token to see which others are similar to it."}`), h("div", { class: "bar" }, ...menu)];
+    const top = [h("h2", {}, `Tokens by ${NAMES[choice.measure][0]}`), h("p", { class: "read" }, `The colour of a token is the ${what}. ${choice.measure === "similarity" ? "Choose a token to compare with it." : "Strong colours are large values; choose a token to see which others are similar to it."}`), h("div", { class: "bar" }, ...menu)];
     try {
       const { values } = await ask("heat", { root, stream, index, measure: choice.measure, tap: choice.tap, ...needed });
       const signed = choice.measure === "dimension" || choice.measure === "similarity";
-      const scale = colourScale(values, { signed, log: choice.measure === "norm", high: choice.measure === "similarity" ? 1 : undefined });
+      const scale = colourScale(values, { text: true, signed, log: choice.measure === "norm", high: choice.measure === "similarity" ? 1 : undefined });
       const describe = n => `${JSON.stringify(sample.tokens[n])}  ${unit} ${number(values[n])}, position ${sample.positions[n]}, token id ${sample.ids[n]}, ${roleName(sample.roles[n])}`;
       const text = tokenText(sample.tokens, values, scale, { describe, label: "Tokens of the sample", marked: choice.measure === "similarity" ? choice.token : -1, pick: n => { choice.measure = "similarity"; choice.token = n; draw(); } });
       heat.replaceChildren(...top, text, scaleBar(scale, unit));
@@ -130,7 +135,7 @@ async function showSample(detail, root, stream, index, facts, go) {
   async function drawLayers() {
     try {
       const found = await ask("grid", { root, stream, index, measure: view.measure, first: view.first });
-      const flat = found.values.flat(), change = view.measure !== "norm", step = 256;
+      const flat = found.values.flat(), change = view.measure !== "norm", step = Math.max(1, found.values[0]?.length || 0);
       const names = (found.values[0] || []).map((_, n) => String(found.first + n));
       const picture = matrix({
         title: "Layers × tokens", rows: found.taps, columns: names, values: found.values, scale: colourScale(flat, { log: !change }), unit: change ? "relative distance" : "norm",
@@ -140,7 +145,7 @@ async function showSample(detail, root, stream, index, facts, go) {
         pick: (r) => { choice.tap = found.taps[r]; draw(); },
       });
       const buttons = [select("measure", [["norm", "norm"], ["change", "change from the tap before"]], view.measure, value => { view.measure = value; drawLayers(); })];
-      if (view.first > 0) buttons.push(h("button", { type: "button", onclick: () => { view.first -= step; drawLayers(); } }, "Tokens before"));
+      if (view.first > 0) buttons.push(h("button", { type: "button", onclick: () => { view.first = Math.max(0, view.first - step); drawLayers(); } }, "Tokens before"));
       if (view.first + step < sample.tokens.length) buttons.push(h("button", { type: "button", onclick: () => { view.first += step; drawLayers(); } }, "Tokens after"));
       picture.node.insertBefore(h("div", { class: "bar" }, ...buttons), picture.node.querySelector(".plot"));
       layers.replaceChildren(picture.node);
@@ -148,13 +153,14 @@ async function showSample(detail, root, stream, index, facts, go) {
       layers.dataset.ready = view.measure;
     } catch (error) { layers.replaceChildren(h("p", { class: "error" }, error.message)); }
   }
-  await Promise.all([draw(), drawLayers()]);
+  await draw();  // The layers read more, so they come second.
+  await drawLayers();
 }
 
 function showAnswer(node, answer) {
-  const scale = colourScale(answer.logprobs.map(each => -each), { low: 0 });
+  const scale = colourScale(answer.logprobs.map(each => -each), { low: 0, text: true });
   const surprise = answer.logprobs.map(each => -each), sum = answer.logprobs.reduce((a, b) => a + b, 0);
-  node.replaceChildren(h("section", { class: "card" }, h("h2", {}, "Answer"), h("p", { class: "read" }, `What the model generated, ended by ${answer.stop_reason === "stop" ? "a stop token" : "the limit of its length"}. Bright tokens were unlikely: the colour is the negative log-probability.`),
+  node.replaceChildren(h("section", { class: "card" }, h("h2", {}, "Answer"), h("p", { class: "read" }, `What the model generated, ended by ${answer.stop_reason === "stop" ? "a stop token" : "the limit of its length"}. Coloured tokens were unlikely: the colour is the negative log-probability.`),
     tokenText(answer.tokens, surprise, scale, { label: "Tokens of the answer", describe: n => `${JSON.stringify(answer.tokens[n])}  log-probability ${number(answer.logprobs[n])}, probability ${number(100 * Math.exp(answer.logprobs[n]), 3)} %` }), scaleBar(scale, "negative log-probability (nats)"),
     h("p", { class: "soft" }, `${count(answer.tokens.length)} tokens, log-probability of the whole answer `, h("span", { "data-figure": "logprob" }, number(sum)))));
 }
