@@ -25,6 +25,7 @@ NOT_RUN = {
     r"spile tpu ": "machines of a cloud: test_old_guides_to_the_end.py, tests/fleet",
     r"spile monitor ": "it watches until it is interrupted: tests/unit/view, tests/fleet",
     r"spile (view (?!.*--export)|extract --web)": "it serves a page: tests/unit/view/test_web.py, test_web_browser.py",
+    r"spile (verify|inspect) \S+ --engine ": "many processes: tests/unit/store/test_parts.py",
     r"spile extract (--engine|--num-workers) ": "many processes: tests/crash/test_engine_local.py, test_ray_engine.py",
     r"spile .*(Qwen2.5-7B|mamba)": "a model that is not here: tests/numerics, tests/unit/worker/test_torch_models.py",
     r"spile (infer$|infer .*--predictions|score .*--reference)": "minutes of answers: tests/unit/cli/test_infer.py",
