@@ -24,8 +24,10 @@ import spile
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
+from spile.spec.taps import SCALED
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Recomputed
+from spile.store.shard import as_stored, decode, split
 from spile.store.streams import open_streams
 from spile.worker.recompute import recomputer
 
@@ -54,7 +56,7 @@ def extract(model: str, texts: Path, output: str, dtype: str, store_dtype: str) 
 
 
 def with_errors(recompute: Recompute, others: dict[bytes, list[np.ndarray]], kinds: dict[bytes, str]) -> Recompute:
-    """Return a recomputation that reads stored rows with one error per sample.
+    """Return a recomputation that reads stored rows with one error per sample, encoded after the error was made.
 
     ``others`` are the rows of the same samples, computed with other weights. Both tables are by the samples' tokens.
     """
@@ -65,11 +67,18 @@ def with_errors(recompute: Recompute, others: dict[bytes, list[np.ndarray]], kin
             rows = [np.array(each, np.float32) for each in stored(sample)]
             random = np.random.default_rng(np.frombuffer(key, np.uint32))
             other = next(theirs for theirs in others if theirs != key)
-            return break_rows(rows, kinds[key], random, others[other], others[key])
+            wrong = break_rows(rows, kinds[key], random, others[other], others[key])
+            return [as_read(each, tap.dtype) for each, tap in zip(wrong, taps, strict=True)]
 
         return recompute(samples, taps, broken, variant)
 
     return wrapped
+
+
+def as_read(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Return rows as they are read after they were stored."""
+    stored = as_stored(np.asarray(rows, np.float32), dtype)
+    return decode(*split(stored, dtype)) if dtype in SCALED else np.asarray(stored)
 
 
 def break_rows(
