@@ -172,8 +172,8 @@ def measure_bucket(chromium: Any, delay: float, console: Console) -> None:
         with urllib.request.urlopen(f"{url}/_fake/stats") as reply:
             before = json.load(reply)["requests"]
         viewer = Viewer([Root("gs://bench/view")])
+        page = chromium.new_page(viewport={"width": 1280, "height": 900})  # The browser is open.
         with WebServer(viewer, port=0).in_background() as server:
-            page = chromium.new_page(viewport={"width": 1280, "height": 900})
             began = time.perf_counter()
             page.goto(f"{server.url}#/samples/0")
             page.wait_for_selector(".tokens span[data-value]", timeout=120_000)

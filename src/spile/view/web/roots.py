@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spile.errors import SpileError, UserError
 from spile.fleet.home import FleetHome, read_log
@@ -16,13 +16,17 @@ from spile.objects import open_folder
 from spile.objects.folder import NotFound
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
+from spile.reading.inspection import float_taps
 from spile.store.snapshot import CommitPoint, Snapshot, SnapshotReader, StreamView
 from spile.store.stream import parse_iso
+
+if TYPE_CHECKING:
+    from spile.data.tokens import Tokenizer
 
 _REOPEN = 20.0
 """Seconds after which an unfinished dataset is opened again, to see new commits."""
 _PATIENCE = 3.0
-"""Seconds that the first page waits for the tokenizer."""
+"""Seconds that the first pages wait for the tokenizer."""
 _BINS = 240
 """The number of points of the plot of the throughput."""
 _ACTIONS = 500
@@ -35,14 +39,30 @@ COLUMNS = (
 """The columns of the table of streams, in the order of a row's values."""
 
 
-class _NoTexts:
-    """Stands for a tokenizer that is not there, or not yet: pages then show token ids."""
+class _Texts:
+    """Loads a tokenizer in a thread: the hub may not answer for minutes, and pages show token ids until then."""
 
-    def decode(self, _tokens: Sequence[int]) -> str:
-        raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
+    def __init__(self, dataset: Dataset) -> None:
+        self._found: Tokenizer | None = None
+        self._end = time.monotonic() + _PATIENCE
+        self._loading = threading.Thread(target=self._load, args=(dataset,), name="tokenizer", daemon=True)
+        self._loading.start()
 
-    def pieces(self, _tokens: Sequence[int]) -> list[str]:
-        raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
+    def _load(self, dataset: Dataset) -> None:
+        with suppress(SpileError, OSError):
+            self._found = vars(Dataset)["tokenizer"].func(dataset)  # The instance has this object instead.
+
+    def _ready(self) -> Tokenizer:
+        self._loading.join(max(0.0, self._end - time.monotonic()))
+        if self._found is None:
+            raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
+        return self._found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._ready().decode(tokens)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return self._ready().pieces(tokens)
 
 
 class Root:
@@ -63,7 +83,7 @@ class Root:
         self._reader = SnapshotReader(self.folder, clock)
         self._lock, self._snapshot_lock = threading.Lock(), threading.Lock()
         self._dataset = dataset
-        self._tokenizer: Any = None
+        self._texts: _Texts | None = None
         self._opened = clock()
         self._snapshot: Snapshot | None = None
 
@@ -74,26 +94,19 @@ class Root:
             if known is None or (self._clock() - self._opened > _REOPEN and not self._is_done()):
                 known = open_dataset(self.url, self._model)
                 self._opened = self._clock()
-            if known is not self._dataset or self._tokenizer is None:
-                self._dataset = known
-                self._load_tokenizer(known)
+            self._dataset = known
+            self._texts = self._texts or _Texts(known)
+            known.__dict__["tokenizer"] = self._texts  # It replaces the cached property.
             return known
 
-    def _load_tokenizer(self, dataset: Dataset) -> None:
-        """Load the tokenizer once, in a thread: the hub may not answer for minutes, and pages do without it."""
-        if self._tokenizer is None:
-            self._tokenizer = _NoTexts()
+    def open_soon(self) -> None:
+        """Open the dataset in a thread, while the browser loads the page. A request reports an error."""
 
-            def load() -> None:
-                with suppress(SpileError, OSError):
-                    self._tokenizer = dataset.tokenizer
+        def opening() -> None:
+            with suppress(SpileError, OSError):
+                float_taps(self.dataset())
 
-            loading = threading.Thread(target=load, name="tokenizer", daemon=True)
-            loading.start()
-            loading.join(_PATIENCE)
-            if loading.is_alive():
-                self._opened = 0.0  # The dataset is opened again, and then has the tokenizer.
-        dataset.__dict__["tokenizer"] = self._tokenizer  # It replaces the cached property.
+        threading.Thread(target=opening, name="opening", daemon=True).start()
 
     def _is_done(self) -> bool:
         return self._snapshot is not None and self._snapshot.done and self._snapshot.taken < self._opened

@@ -207,6 +207,8 @@ class WebServer:
             raise UserError(
                 f"the web application needs the package {error.name}", fix="install it with: pip install 'spile[view]'"
             ) from error
+        for root in viewer.roots:
+            root.open_soon()
         self._socket = _bound(host, port)
         name = f"[{host}]" if ":" in host else host
         name = socket.gethostname() if host in ("0.0.0.0", "::") else name  # noqa: S104  compared, not bound

@@ -42,10 +42,11 @@ export function tokenText(tokens, values, scale, { describe, pick, label, marked
 }
 
 export async function samplesPage(main, root, params) {
-  const facts = await ask("dataset", { root });
+  const begin = ask("samples", { root, start: 0, count: PAGE }).catch(() => ({ rows: [], total: 0 }));
+  const [facts, top] = await Promise.all([ask("dataset", { root }), begin]);
   const detail = h("div", {}), status = h("p", { class: "soft", "aria-live": "polite" });
   let list = [], total = facts.samples, searching = null;
-  const fetched = new Map();
+  const fetched = new Map([[0, top.rows]]);
   const grid = virtualTable({
     label: "Samples", height: 560, rowHeight: 30,
     columns: [{ title: "Task", width: "minmax(90px,1fr)", min: 90, left: true }, { title: "Tokens", width: "60px", min: 60 }, { title: "Text", width: "minmax(110px,2fr)", min: 110, left: true }],
@@ -94,7 +95,7 @@ export async function samplesPage(main, root, params) {
     h("div", { class: "cols wide-right" }, h("section", { class: "card" }, h("h2", {}, "Samples"), form, status, grid.node), detail));
   grid.resize(total);
   let first = params.path;
-  if (!first.length && total) { const found = await ask("samples", { root, start: 0, count: PAGE }); fetched.set(0, found.rows); grid.refresh(); if (found.rows.length) first = found.rows[0]; }
+  if (!first.length && top.rows.length) first = top.rows[0];
   if (first.length) await showSample(detail, root, first[0], first[1], facts).catch(error => detail.replaceChildren(h("p", { class: "error" }, error.message)));
   else detail.replaceChildren(h("p", { class: "soft" }, "No sample is committed yet."));
   main.dataset.ready = "true";
