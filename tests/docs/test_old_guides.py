@@ -46,7 +46,7 @@ def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked.append(spec)
         raise SpecError("stopped here")
 
-    monkeypatch.setattr(f"spile.worker.{old.command}.{old.command}", stop)
+    monkeypatch.setattr("spile.worker.extract.run_stream", stop)
     with pytest.raises(SystemExit):
         main(shlex.split(old.line))
     (spec,) = asked

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 from spile.data.manifest import STREAM, read_manifest
@@ -39,8 +38,7 @@ def work_on_claims(
     """Claim one of the largest unfinished streams, run it, and repeat until nothing is left to claim.
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
-    A single process sets a stream that fails aside, so that one damaged stream does not end every worker of the run. It
-    raises the error when no other stream is left, or if a second one fails before any is complete: a common cause.
+    A single process sets a stream that fails aside and raises its error at the end, or when a second one fails first.
 
     Args:
         data: The data of the run spec; it must name a folder of streams.
@@ -54,9 +52,9 @@ def work_on_claims(
         0 if no stream was left to claim, else the exit code of the stream that was interrupted.
     """
     hosts = hosts or WorkerGroup()
-    streams = _planned_streams(data)
     snapshots = SnapshotReader(open_folder(output))
-    left = {stream.number: stream for stream in streams}
+    left = {stream.number: stream for stream in _planned_streams(data)}
+    count = len(left)
     finished: set[int] = set()
     failed: dict[int, SpileError] = {}
     for turn in itertools.count():  # A key of a pod must not be used twice: the other hosts would read its old value.
@@ -67,22 +65,19 @@ def work_on_claims(
                 raise next(iter(failed.values()))
             log("no stream is left to claim")
             return 0
-        log(f"stream {stream} of {len(streams)}")
+        log(f"stream {stream} of {count}")
         try:
-            with nullcontext() if claim is None else claim.keep_renewed(log):
-                code = run(stream)
-                if claim is not None:
-                    claim.finished = code == 0
-        except SpileError as error:
-            common = failed and not finished and not isinstance(error, Fenced)
-            if isinstance(error, Interrupted) or hosts.name or common:  # Other hosts cannot know what happened here.
+            code = run(stream) if claim is None else _run_claimed(claim, run, log)
+        except Fenced as error:
+            if hosts.name:
                 raise
-            if isinstance(error, Fenced):
-                log(f"{error.problem}; taking the next stream")
-                continue
+            log(f"{error.problem}; taking the next stream")
+            continue
+        except SpileError as error:  # The other hosts of a pod cannot know what happened here.
+            if isinstance(error, Interrupted) or hosts.name or (failed and not finished):
+                raise
             log(f"stream {stream} failed: {error}")
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # they would keep the model in memory
-            failed[stream] = error
+            failed[stream] = _without_frames(error)
             left.pop(stream, None)
             continue
         if code == 0:
@@ -91,6 +86,19 @@ def work_on_claims(
         elif code != Fenced.exit_code:
             return code
     raise AssertionError("unreachable")
+
+
+def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], None]) -> int:
+    with claim.keep_renewed(log):
+        code = run(claim.stream)
+        claim.finished = code == 0
+    return code
+
+
+def _without_frames(error: SpileError) -> SpileError:
+    """Return the error without its traceback, which would keep the model in memory."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 def take_unfinished(

@@ -30,7 +30,7 @@ def test_once_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert spile("monitor", str(tmp_path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["totals"]["samples"] == 45
     assert spile("monitor", str(tmp_path)) == 0  # done, so it ends by itself
-    assert "total: 45 samples, 5 shards committed" in capsys.readouterr().out
+    assert "total: 42 samples (3 skipped), 5 shards committed" in capsys.readouterr().out
 
 
 def test_mistakes_exit_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,7 +368,7 @@ def test_an_export_that_fails_leaves_nothing(
 def test_one_export_at_a_time_writes_an_output(dataset: Dataset, tmp_path: Path) -> None:
     with new_folder(str(tmp_path / "out")) as folder:
         (folder / "file").write_text("mine")
-        with pytest.raises(UserError, match="another one that is writing it"):
+        with pytest.raises(UserError, match="another export that is writing it"):
             write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
         assert (folder / "file").exists()
     assert (tmp_path / "out" / "file").read_text() == "mine"
