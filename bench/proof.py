@@ -35,6 +35,7 @@ DTYPES = ("bfloat16", "float16", "int8", "float8_e4m3")
 ROW_ERRORS = ("zeroed row", "negated row", "noise", "neighbour's row", "other sample's row")
 SAMPLE_ERRORS = ("scaled by 0.97", "layer below", "other weights")
 Rows = Callable[[Sample], Sequence[np.ndarray]]
+Table = dict[bytes, list[np.ndarray]]
 
 
 def write_texts(file: Path, count: int, characters: int, seed: int) -> None:
@@ -55,16 +56,22 @@ def extract(model: str, texts: Path, output: str, dtype: str, store_dtype: str) 
     return spec.output
 
 
-def with_errors(recompute: Recompute, others: dict[bytes, list[np.ndarray]], kinds: dict[bytes, str]) -> Recompute:
-    """Return a recomputation that reads stored rows with one error per sample, encoded after the error was made.
+def with_errors(recompute: Recompute, plain: Table, others: Table, kinds: dict[bytes, str]) -> Recompute:
+    """Return a recomputation that reads rows with one error per sample, made before the rows are encoded.
 
-    ``others`` are the rows of the same samples, computed with other weights. Both tables are by the samples' tokens.
+    Rows that were decoded would not do: float8 rounds 0.97 times such a number back to the number itself.
+
+    Args:
+        recompute: The recomputation.
+        plain: The rows of each sample before they are encoded, by the samples' tokens.
+        others: The same, computed with other weights.
+        kinds: The kind of error of each sample.
     """
 
-    def wrapped(samples: Sequence[Sample], taps: Any, stored: Rows, variant: int = 0) -> Any:
+    def wrapped(samples: Sequence[Sample], taps: Any, stored: Rows, variant: int = 0) -> Any:  # noqa: ARG001
         def broken(sample: Sample) -> list[np.ndarray]:
             key = sample.tokens.tobytes()
-            rows = [np.array(each, np.float32) for each in stored(sample)]
+            rows = [np.array(each) for each in plain[key]]
             random = np.random.default_rng(np.frombuffer(key, np.uint32))
             other = next(theirs for theirs in others if theirs != key)
             wrong = break_rows(rows, kinds[key], random, others[other], others[key])
@@ -162,18 +169,18 @@ def measure(model: str, texts: Path, root: str, dtype: str, store_dtype: str, sa
 def measure_errors(root: str, recompute: Recompute, other: str, texts: Path, scratch: Path, samples: int) -> None:
     """Print how many errors of each kind are found in the dataset at ``root``."""
     run = spile.open(root).run
-    theirs = spile.open(extract(other, texts, str(scratch / "other"), run.dtype, run.store_dtype))
-    others: dict[bytes, list[np.ndarray]] = {}
-    kinds: dict[bytes, str] = {}
-    by_index: dict[int, str] = {}
-    for number, ref in enumerate(theirs.samples):
-        sample = theirs.sample(0, ref.index)
-        key = np.asarray(sample.tokens, np.int32).tobytes()
-        others[key] = [np.asarray(sample.rows(tap), np.float32) for tap in theirs.taps]
-        kinds[key] = by_index[ref.index] = [*ROW_ERRORS, *SAMPLE_ERRORS][number % 8]
-    _, problems, _ = judge(root, with_errors(recompute, others, kinds), samples)
-    show_found(problems, by_index, list(theirs.taps))
-    shutil.rmtree(scratch / "other")
+    tables: list[Table] = []
+    for name in (run.model, other):
+        found = spile.open(extract(name, texts, str(scratch / "plain"), run.dtype, "float32"))
+        read = [found.sample(0, ref.index) for ref in found.samples]
+        keys = [np.asarray(sample.tokens, np.int32).tobytes() for sample in read]
+        rows = [[np.asarray(sample.rows(tap), np.float32) for tap in found.taps] for sample in read]
+        tables.append(dict(zip(keys, rows, strict=True)))
+        shutil.rmtree(scratch / "plain")
+    chosen = [[*ROW_ERRORS, *SAMPLE_ERRORS][number % 8] for number in range(len(keys))]
+    kinds = dict(zip(keys, chosen, strict=True))
+    _, problems, _ = judge(root, with_errors(recompute, tables[0], tables[1], kinds), samples)
+    show_found(problems, dict(zip([ref.index for ref in found.samples], chosen, strict=True)), list(found.taps))
 
 
 def show_found(problems: Sequence[Problem], kinds: dict[int, str], taps: Sequence[str]) -> None:
