@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
+import os
 import re
 import shlex
 import signal
@@ -226,7 +228,9 @@ class Session:
     def abandon(self) -> None:
         """Kill the ssh process; the guard ends the command when its input ends."""
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            # Process.kill() would first poll: if ssh has just ended, asyncio then warns of an unknown child process.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _abandon_unless_over(self, readers: list[asyncio.Task[None]]) -> None:
         """Kill ssh if its output can no longer be read, for example because the disk is full."""
