@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,14 +266,34 @@ def gradient_taps(config: ModelConfig) -> tuple[Tap, ...]:
 @pytest.mark.parametrize("case", cases.CASES)
 def test_gradients_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from spile.worker.torch_backend import find_layers, find_place
-
     params, config = loaded(case, tmp_path)
     taps = gradient_taps(config)
     samples, rows = packed(case)
     found = run(params, rows, config, taps)
     ours = {tap: split(each) for tap, each in zip(taps, found, strict=True)}
-    model = transformers_model(tmp_path)
+    theirs, exact = (
+        _transformers_gradients(tmp_path, taps, samples, dtype) for dtype in (torch.float32, torch.float64)
+    )
+    for tap, numbers in exact.items():
+        distances = [
+            sum(float(np.linalg.norm(found[tap][number] - wanted)) for number, wanted in enumerate(numbers))
+            for found in (ours, theirs)
+        ]
+        size = sum(float(np.linalg.norm(wanted)) for wanted in numbers)
+        assert size > 0
+        # The contract of docs/models.md: at most three times the distance of transformers' own float32 from float64.
+        assert distances[0] <= max(3 * distances[1], 1e-6 * size), (tap, distances, size)
+
+
+def _transformers_gradients(
+    folder: Path, taps: Sequence[Tap], samples: Sequence[Any], dtype: Any
+) -> dict[Tap, list[Any]]:
+    """Return the gradient of each sample's loss at each tap, from a model of transformers in this dtype."""
+    import torch
+
+    from spile.worker.torch_backend import find_layers, find_place
+
+    model = transformers_model(folder).to(dtype)
     kept: dict[Tap, Any] = {}
     for tap in (tap for tap in taps if tap.gradient):
         place = find_place(model, find_layers(model), replace(tap, gradient=False))
@@ -285,13 +306,13 @@ def test_gradients_equal_those_of_transformers(case: str, tmp_path: Path) -> Non
             place.module.register_forward_hook(lambda _m, _i, out, k=keep: k(out[0] if isinstance(out, tuple) else out))
         else:
             place.module.register_forward_pre_hook(lambda _m, args, k=keep: k(args[0]))
-    for number, tokens in enumerate(samples):
+    found: dict[Tap, list[Any]] = {tap: [] for tap in taps if tap.gradient}
+    for tokens in samples:
         ids = torch.from_numpy(tokens)[None].long()
         model(ids, labels=ids).loss.backward()
         for tap, value in kept.items():
-            wanted = value.grad.reshape(len(tokens), -1).numpy()
-            assert cases.error(ours[tap][number], wanted) < 1e-4, tap
-            assert wanted.any()
+            found[tap].append(value.grad.reshape(len(tokens), -1).double().numpy())
+    return found
 
 
 def test_gradients_of_packed_rows_are_those_of_each_sample_and_of_its_loss(tmp_path: Path) -> None:
