@@ -92,7 +92,8 @@ def main() -> None:
         alone.append(seconds(extract))
         streamed.append(seconds(lambda: sum(len(batch) for batch in stream.shuffled(args.tap, **how))))
     print(f"{args.model}, {tokens:,} tokens, best of {args.turns}")
-    for unit, one, other in zip(("s", "CPU second"), map(min, *alone), map(min, *streamed), strict=True):
+    best = [[min(times) for times in zip(*each, strict=True)] for each in (alone, streamed)]
+    for unit, one, other in zip(("s", "CPU second"), *best, strict=True):
         print(f"extraction without a disk  {tokens / one:10,.0f} tokens per {unit}")
         print(f"streaming                  {tokens / other:10,.0f} tokens per {unit}, {one / other:.1%}")
     with tempfile.TemporaryDirectory() as folder:
