@@ -38,7 +38,7 @@ def work_on_claims(
     """Claim one of the largest unfinished streams, run it, and repeat until nothing is left to claim.
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
-    A single process sets a stream that fails aside and raises its error at the end, or when a second one fails first.
+    One process alone sets a failed stream aside. It raises the error at the end, or if two fail before one succeeds.
 
     Args:
         data: The data of the run spec; it must name a folder of streams.
