@@ -19,6 +19,7 @@ from spile.spec.amounts import size
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
+from spile.store.cleanup import clear_folder
 from spile.store.index import IndexEntry, read_index, survey
 from spile.store.layout import (
     METADATA,
@@ -140,8 +141,6 @@ def find_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -
 
 def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamStore:
     """Start or continue adding taps to a stream; return the store through which a worker writes them."""
-    from spile.store.cleanup import clear_folder  # Only workers need it; readers import this module too.
-
     folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
     stored = read_stream(folder)
     if stored is not None and stored.base != base.id:
