@@ -93,7 +93,7 @@ def test_a_search_finds_samples_by_text_label_and_length(root: str) -> None:
     assert [row[1] for row in ask(viewer, "samples", find="TASK-3")["rows"]] == [6, 7]
     assert ask(viewer, "samples", role="assistant")["rows"] == []
     with pytest.raises(UserError, match="role: expected one of"):
-        viewer.answer("samples", {"role": "nobody"})
+        viewer.answer("samples", {"role": "unknown"})
 
 
 def test_two_datasets_are_compared_and_the_most_different_sample_comes_first(root: str, tmp_path: Path) -> None:
