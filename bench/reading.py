@@ -17,15 +17,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import spile
 from bench.buckets import BUCKETS, read_bucket
 from bench.rates import BATCH, SHARD_ROWS, D, Read, in_turns, make, rate, show
 from spile.objects import open_folder
-from spile.reading.shuffle_order import MEMORY
+from spile.reading import shuffle
 
 
 def forget(folder: Path) -> None:
@@ -47,9 +49,13 @@ def sequential(folder: Path) -> Iterator[int]:
                 yield count // (2 * D)
 
 
-def shuffled(folder: Path, **how: Any) -> Iterator[int]:
-    """Read with spile."""
-    for rows in spile.open(str(folder)).shuffled("residual.0", BATCH, **how):
+def shuffled(folder: Path, block: int | None = None, **how: Any) -> Iterator[int]:
+    """Read with spile; ``block``: bytes of a block, instead of the size that the buffer implies."""
+    reader = spile.open(str(folder)).shuffled("residual.0", BATCH, **how)
+    sizes = {} if block is None else {"_BLOCKS": max(1, how["memory"] // block), "_SMALLEST_PART": 1}
+    with patch.multiple(shuffle, **sizes) if sizes else nullcontext():
+        _ = reader.quality  # computes the size of the blocks
+    for rows in reader:
         yield len(rows)
 
 
@@ -93,7 +99,7 @@ print(rows / (time.perf_counter() - began))
 """
 
 
-def local(rows: int, peers: str | None, turns: int) -> None:
+def local(rows: int, peers: str | None, turns: int, *, cold: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         home, size = Path(name), rows * D * 2
         root = home / "root"
@@ -104,18 +110,20 @@ def local(rows: int, peers: str | None, turns: int) -> None:
             "spile, full permutation": {"memory": 2 * size},
             "spile, as it is (two levels, 2 GiB)": {},
             "spile, two levels, a quarter in memory": {"memory": size // 4},
-            "the same, blocks of 4 MiB": {"memory": size // 4, "piece": 4 << 20},
+            "the same, blocks of 64 KiB": {"memory": size // 4, "block": 64 << 10},
+            "the same, blocks of 4 MiB": {"memory": size // 4, "block": 4 << 20},
         }
-        if size <= MEMORY:
+        if size <= shuffle.MEMORY:
             del modes["spile, as it is (two levels, 2 GiB)"]  # This is a full permutation.
         files = "the files, from end to end"
         reads: dict[str, Read] = {files: partial(sequential, root)}
         reads |= {label: partial(shuffled, root, **how) for label, how in modes.items()}
         reads |= {label: read for label, (_, read) in others.items()}
         folders = {label: folder for label, (folder, _) in others.items()}
-        print("page cache dropped:")
-        dropped = in_turns(reads, turns, lambda label: forget(folders.get(label, root)))
-        show(dropped, dropped[files], list(modes))
+        if cold:
+            print("page cache dropped:")
+            dropped = in_turns(reads, turns, lambda label: forget(folders.get(label, root)))
+            show(dropped, dropped[files], list(modes))
         print("page cache warm:")
         sum(rate(read).rows for read in reads.values())
         warm = in_turns(reads, turns)
@@ -186,12 +194,13 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", choices=["local", "first", "buckets"])
+    parser.add_argument("--warm", action="store_true", help="measure with a warm page cache only")
     parser.add_argument("--peers", help="the interpreter of an environment with sae-lens")
     words = parser.parse_args()
     rows = int(words.gigabytes * 1e9) // (2 * D) // SHARD_ROWS * SHARD_ROWS
     parts = [words.only] if words.only else ["local", "first", "buckets"]
     if "local" in parts:
-        local(max(rows, 2 * SHARD_ROWS), words.peers, words.turns)
+        local(max(rows, 2 * SHARD_ROWS), words.peers, words.turns, cold=not words.warm)
     if "first" in parts:
         first_batch()
     if "buckets" in parts:

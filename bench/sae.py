@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -27,6 +28,7 @@ import numpy as np
 import spile
 from bench.overlap import run_identity
 from spile.objects import open_folder
+from spile.reading import shuffle
 from spile.reading.dataset import Dataset
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
@@ -75,6 +77,14 @@ def make(root: str, documents: int) -> None:
     store.finish()
 
 
+def with_blocks(dataset: Dataset, blocks: int, **how: Any) -> Iterator[Any]:
+    """Return the two-level shuffle with this number of blocks in the buffer instead of the default."""
+    with patch.multiple(shuffle, _BLOCKS=blocks, _SMALLEST_PART=1):
+        reader = dataset.shuffled("residual.0", BATCH, **how)
+        print(f"    {reader.quality}")  # computes the size of the blocks
+    return reader
+
+
 def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
     everything = np.concatenate(list(dataset.rows("residual.0")))
     permuted = np.random.default_rng(seed).permutation(len(everything))
@@ -94,7 +104,7 @@ def orders(dataset: Dataset, seed: int, steps: int) -> dict[str, Iterator[Any]]:
         "in the order they are stored": in_order(),
         "shuffled, memory for a quarter": dataset.shuffled("residual.0", BATCH, memory=size // 4, **how),
         "shuffled, memory for half": dataset.shuffled("residual.0", BATCH, memory=size // 2, **how),
-        "the same, blocks of a MiB": dataset.shuffled("residual.0", BATCH, memory=size // 2, piece=1 << 20, **how),
+        "the same, blocks of a MiB": with_blocks(dataset, size // 2 >> 20, memory=size // 2, **how),
         "shuffled as it is (all fits)": dataset.shuffled("residual.0", BATCH, **how),
         REFERENCE: in_memory(),
     }
@@ -107,9 +117,7 @@ def in_parts(dataset: Dataset, seed: int, steps: int, parts: list[int]) -> dict[
     return {
         REFERENCE: orders(dataset, seed, steps)[REFERENCE],
         **{
-            f"{words} in memory, {count} blocks": dataset.shuffled(
-                "residual.0", BATCH, memory=size // share, piece=size // share // count, **how
-            )
+            f"{words} in memory, {count} blocks": with_blocks(dataset, count, memory=size // share, **how)
             for count in parts
             for words, share in (("a quarter", 4), ("an eighth", 8))
         },

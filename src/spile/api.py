@@ -427,12 +427,12 @@ def inspect(
     samples: int = 3,
     html: str | os.PathLike[str] | None = None,
 ) -> Inspection:
-    """Return the statistics of each tap, and heat maps of a few samples.
+    """Return the statistics of each tap, the similarity of taps, and the main directions of one tap.
 
     Args:
         root: A dataset, or where it is stored.
         tap: The tap whose main directions are computed; None takes one in the middle.
-        samples: The number of heat maps.
+        samples: The number of samples in the page.
         html: A file that gets a page with plots.
     """
     from spile.reading.inspection import inspect_dataset
@@ -441,7 +441,7 @@ def inspect(
         dataset = _opened(root)
         if not len(dataset):
             raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
-        found = inspect_dataset(dataset, tap=tap, samples=max(0, samples))
+        found = inspect_dataset(dataset, tap=tap)
         if html is not None:
             from spile.view.web.export import inspection_page, write_page
 

@@ -244,6 +244,25 @@ def get_if_present(folder: Folder, key: str) -> bytes | None:
         return None
 
 
+def run_interruptibly(call: Callable[[], T]) -> T:
+    """Run a call in another thread if this is the main thread, so that signals are handled while it waits.
+
+    The thread is a daemon: after Ctrl+C the program does not wait for the request.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="request", daemon=True).start()
+    return future.result()
+
+
 def read_ahead(calls: Iterable[Callable[[], T]], depth: int, *, threads: int | None = None) -> Iterator[T]:
     """Yield the result of each call, in order, while the next calls run in threads.
 

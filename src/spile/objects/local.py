@@ -133,17 +133,6 @@ class MappedFile:
             return False
         return True
 
-    def forget(self, path: Path, start: int, length: int) -> None:
-        """Ask the system to drop these bytes from the page cache. Reading them again is slower but still correct."""
-        page = mmap.PAGESIZE
-        begin, end = -(-start // page) * page, (start + length) // page * page
-        if begin >= end or not hasattr(os, "posix_fadvise"):
-            return
-        with suppress(OSError, ValueError):
-            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)  # mapped pages cannot be dropped
-            with open_plain(path) as file:
-                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-
 
 def is_abandoned(path: Path) -> bool:
     """Return whether the process that wrote a temporary file has ended. A running writer holds a lock on the file."""
@@ -303,18 +292,13 @@ class LocalFolder:
         """Yield whole files one after the other; threads would not make a disk faster here."""
         return map(self.get, keys)
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        path = self._at(key)
-        with read_errors(path), open_plain(path) as file:
-            pieces: list[bytes] = []
-            missing, offset = length, start
-            while missing and (piece := os.pread(file.fileno(), missing, offset)):
-                pieces.append(piece)
-                missing, offset = missing - len(piece), offset + len(piece)
-        if missing:
-            raise StoreError(f"{path} is cut short", expected=f"{start + length} bytes", found=start + length - missing)
+    def get_range(self, key: str, start: int, length: int) -> memoryview:
+        path, target = self._at(key), bytearray(length)
+        done = read_into(path, start, memoryview(target))
+        if done < length:
+            raise StoreError(f"{path} is cut short", expected=f"{start + length} bytes", found=start + done)
         self.stats.add(requests=1, bytes_read=length)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return memoryview(target)
 
     def info(self, key: str) -> ObjectInfo:
         path = self._at(key)

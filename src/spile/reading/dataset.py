@@ -263,9 +263,9 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         return self.root.url
 
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> StoredBlocks:
-        selection, context, window, streams, keep_cached = options
+        selection, context, window, streams = options
         shards = self.read_shards(self.streams_with(taps, streams))
-        return StoredBlocks(taps, shards, selection, context=context, window=window, keep_cached=keep_cached)
+        return StoredBlocks(taps, shards, selection, context=context, window=window)
 
     def _described(self, source: StoredBlocks, taps: tuple[str, ...]) -> dict[str, Any]:
         return {"dataset": self.identity(source.streams), "taps": list(taps)}
@@ -398,7 +398,7 @@ class JointDataset(ShuffledReaders):
 def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:
     """Raise an error that names the first difference, unless all datasets have the same tokens in the same order."""
     first, *others = datasets.values()
-    options = BlockOptions(Selection(), False, 1, None, True)
+    options = BlockOptions(Selection(), False, 1, None)
     wanted = first._source((), options).digests() if others else np.zeros(0, np.uint64)
     for other in others:
         found = other._source((), options).digests()

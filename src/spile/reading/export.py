@@ -30,6 +30,7 @@ from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors
 from spile.reading.dataset import Dataset
 from spile.reading.rows import context_of
+from spile.spec.options import at_least
 from spile.spec.positions import ALL
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Role
@@ -82,14 +83,8 @@ class Block:
     def columns(self) -> dict[str, _Array]:
         """Return stream, sample, position, token and role of each row."""
         known = context_of(self.stream, self.shard, 0, self.length)
-        found = {
-            "stream": known.streams,
-            "sample": known.samples,
-            "position": known.positions,
-            "token": known.tokens,
-            "role": known.roles,
-        }
-        return {name: np.asarray(column) for name, column in found.items()}
+        names = ("stream", "sample", "position", "token", "role")
+        return {name: np.asarray(getattr(known, f"{name}s")) for name in names}
 
     def task_ids(self) -> list[str]:
         """Return the task id of each row."""
@@ -591,8 +586,7 @@ def export_dataset(
     if to == "saelens":
         if len(wanted.taps) != 1:
             raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(wanted.taps))
-        if context_size < 1:
-            raise SpecError("--context-size", expected="1 or more", found=context_size)
+        at_least("--context-size", context_size, 1)
         return write_saelens(wanted, output, context_size=context_size, name=hook_name)
     return _WRITERS[to](wanted, output)
 

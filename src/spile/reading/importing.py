@@ -1,16 +1,15 @@
 """``spile import``: pickles of earlier extraction scripts become a dataset.
 
 A file is ``shard_0001.pkl.gz`` with ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. A pickle
-is a program, and these files may come from anyone. So no unpickler runs it: :func:`read_pickle` interprets the few
-instructions that such a file needs and builds every array itself. Size, number of instructions and sample indices are
-bounded.
+is a program, and these files may come from anyone. So :func:`read_pickle` allows the few instructions that such a file
+needs, resolves no name and builds every array itself. Size, number of instructions and sample indices are bounded.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import pickletools
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -140,120 +139,43 @@ _CALLS: dict[_Name, Callable[..., Any]] = {
     **{_Name(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
 _NAMES = {*_CALLS, _Name("numpy", "ndarray"), _Name("ml_dtypes", "bfloat16")}
-_MARK: Any = object()
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _MARK,
-}
-_VALUES = {
+_ALLOWED = (
+    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-}
-"""Instructions whose argument is the value."""
+    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+    *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
+)
+"""The instructions of a pickle of plain containers, numbers, strings and arrays."""
 
 
-class _Machine:
-    """Interprets the instructions of a pickle that consists of plain containers, numbers, strings and arrays."""
+_Base: Any = pickle._Unpickler
 
-    def __init__(self, file: Any) -> None:
-        self._file: Any = file  # a _Bounded, which is all that genops needs of a file
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._encoded = 0
 
-    def run(self) -> Any:
-        """Return what the pickle describes."""
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(self._file)):
-            if count > _MOST_INSTRUCTIONS:
-                raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
-            name = opcode.name
-            if name in _VALUES:
-                self._stack.append(argument)
-            elif name in _CONSTANTS:
-                self._stack.append(_CONSTANTS[name]())
-            elif name == "STOP":
-                return self._pop()
-            elif (method := _METHODS.get(name)) is not None:
-                method(self, argument)
-            else:
-                raise _Refused(f"it has the instruction {name}")
-        raise _Refused("it has no end")
+class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
+    """The unpickler of the standard library with few instructions, names that mean nothing, and arrays of our own."""
 
-    def _pop(self) -> Any:
-        if not self._stack or self._stack[-1] is _MARK:
-            raise _Refused("it takes a value that is not there")
-        return self._stack.pop()
+    def __init__(self, file: _Bounded) -> None:
+        super().__init__(file, encoding="latin1")
+        self._bounded = file
+        self._count = self._encoded = 0
 
-    def _to_mark(self) -> list[Any]:
-        found: list[Any] = []
-        while self._stack and self._stack[-1] is not _MARK:
-            found.append(self._stack.pop())
-        if not self._stack:
-            raise _Refused("it takes a value that is not there")
-        self._stack.pop()
-        return found[::-1]
-
-    def _drop(self) -> None:
-        if self._stack:
-            self._stack.pop()
-
-    def _drop_to_mark(self) -> None:
-        self._to_mark()
-
-    def _top(self, kind: type) -> Any:
-        if not self._stack or type(self._stack[-1]) is not kind:
-            raise _Refused(f"it adds to something that is no {kind.__name__}")
-        return self._stack[-1]
-
-    def _tuple(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self._stack.append(tuple(values[::-1]))
-
-    def _append(self, values: list[Any]) -> None:
-        self._top(list).extend(values)
-
-    def _set(self, values: list[Any]) -> None:
-        target, names = self._top(dict), values[::2]
-        # Only plain keys: the hash of a deeply nested tuple overflows the C stack.
-        if len(values) % 2 or not all(type(name) in (int, str) for name in names):
-            raise _Refused("it has a dict with keys other than numbers and strings")
-        target.update(zip(names, values[1::2], strict=True))
-
-    def _new_dict(self) -> None:
-        values = self._to_mark()
-        self._stack.append({})
-        self._set(values)
-
-    def _get(self, number: Any) -> None:
-        if number not in self._memo:
-            raise _Refused("it takes a value that is not there")
-        self._stack.append(self._memo[number])
-
-    def _put(self, number: Any) -> None:
-        self._memo[len(self._memo) if number is None else number] = self._stack[-1] if self._stack else None
-
-    def _name(self, module: Any, name: Any) -> None:
-        found = _Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a marker for an allowed name, never the object that has this name."""
+        found = _Name(module, name)
         if found not in _NAMES:
-            raise _Refused(f"it names {str(module)[:40]}.{str(name)[:40]}")
-        self._stack.append(found)
+            raise _Refused(f"it names {module[:40]}.{name[:40]}")
+        return found
 
-    def _global(self, argument: Any) -> None:
-        module, _, name = str(argument).partition(" ")
-        self._name(module, name)
-
-    def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
-        self._name(module, name)
+    def _counted(self) -> None:
+        self._count += 1
+        if self._count > _MOST_INSTRUCTIONS:
+            raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
 
     def _reduce(self) -> None:
-        arguments, function = self._pop(), self._pop()
+        arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, _Name) or function not in _CALLS or not isinstance(arguments, tuple):
             raise _Refused("it calls something that is no array, number or dtype")
         try:
@@ -262,39 +184,54 @@ class _Machine:
             raise _Refused(f"it calls {function.name} with other arguments than NumPy writes") from error
         if isinstance(value, bytes):
             self._encoded += len(value)
-            if self._encoded > self._file.given:  # one text can be encoded many times
+            if self._encoded > self._bounded.given:  # one text can be encoded many times
                 raise _Refused("its bytes are larger than the file")
-        self._stack.append(value)
+        self.append(value)
 
     def _build(self) -> None:
-        state, target = self._pop(), self._stack[-1] if self._stack else None
+        state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, _Dtype | _PickledArray):
             raise _Refused("it sets the state of something that is no array or dtype")
         target.build(state)
 
+    def _set(self, values: list[Any]) -> None:
+        # Only plain keys: the hash of a deeply nested tuple overflows the C stack.
+        if type(self.stack[-1]) is not dict or not all(type(name) in (int, str) for name in values[::2]):
+            raise _Refused("it has a dict with keys other than numbers and strings")
+        self.stack[-1].update(zip(values[::2], values[1::2], strict=True))
 
-_METHODS: dict[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda _machine, _: None,
-    "FRAME": lambda _machine, _: None,
-    "POP": lambda machine, _: machine._drop(),
-    "POP_MARK": lambda machine, _: machine._drop_to_mark(),
-    "LIST": lambda machine, _: machine._stack.append(machine._to_mark()),
-    "TUPLE": lambda machine, _: machine._stack.append(tuple(machine._to_mark())),
-    "TUPLE1": lambda machine, _: machine._tuple(1),
-    "TUPLE2": lambda machine, _: machine._tuple(2),
-    "TUPLE3": lambda machine, _: machine._tuple(3),
-    "APPEND": lambda machine, _: machine._append([machine._pop()]),
-    "APPENDS": lambda machine, _: machine._append(machine._to_mark()),
-    "DICT": lambda machine, _: machine._new_dict(),
-    "SETITEM": lambda machine, _: machine._set([machine._pop(), machine._pop()][::-1]),
-    "SETITEMS": lambda machine, _: machine._set(machine._to_mark()),
-    **{name: lambda machine, number: machine._get(number) for name in ("GET", "BINGET", "LONG_BINGET")},
-    **{name: lambda machine, number: machine._put(number) for name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")},
-    "GLOBAL": lambda machine, argument: machine._global(argument),
-    "STACK_GLOBAL": lambda machine, _: machine._stack_global(),
-    "REDUCE": lambda machine, _: machine._reduce(),
-    "BUILD": lambda machine, _: machine._build(),
+    def _new_dict(self) -> None:
+        values = self.pop_mark()
+        self.append({})
+        self._set(values)
+
+    def _bytes(self) -> None:
+        """Read first: the standard library allocates the bytes that are announced."""
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+
+_OWN: dict[str, Callable[[_Unpickler], None]] = {
+    "REDUCE": _Unpickler._reduce,
+    "BUILD": _Unpickler._build,
+    "SETITEM": lambda machine: machine._set([machine.stack.pop(), machine.stack.pop()][::-1]),
+    "SETITEMS": lambda machine: machine._set(machine.pop_mark()),
+    "DICT": _Unpickler._new_dict,
+    "BYTEARRAY8": _Unpickler._bytes,
 }
+"""What these instructions do here."""
+
+
+def _instruction(name: str) -> Callable[[_Unpickler], None]:
+    load = _OWN.get(name) or _Base.dispatch[getattr(pickle, name)[0]]
+
+    def step(machine: _Unpickler) -> None:
+        machine._counted()
+        load(machine)
+
+    return step
+
+
+_Unpickler.dispatch = {getattr(pickle, name)[0]: _instruction(name) for name in _ALLOWED}
 
 
 class _Bounded:
@@ -338,16 +275,16 @@ def read_pickle(path: Path) -> _Content:
             source = gzip.GzipFile(fileobj=file) if packed else file
             with closing(source):
                 bounded = _Bounded(source, most)
-                content = _Machine(bounded).run()
-    except _Refused as error:
+                content = _Unpickler(bounded).load()
+    except (_Refused, KeyError) as error:
         raise DataError(
             f"{where} is refused",
             expected="a pickle of dicts, lists, tuples, strings, numbers and arrays",
-            found=str(error),
+            found=f"it has the instruction {error}" if isinstance(error, KeyError) else str(error),
         ) from error
     except (OSError, EOFError) as error:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
-    except Exception as error:  # pickletools and zlib raise many types for damaged files
+    except Exception as error:  # pickle and zlib raise many types for damaged files
         raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
     return _checked(content, where, max(_ALWAYS_ALLOWED, bounded.given))
 

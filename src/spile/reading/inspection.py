@@ -20,7 +20,6 @@ from spile.store.ledger import ShardRecord
 from spile.store.parts import DatasetPart
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
-from spile.store.stream import parse_iso
 from spile.store.streams import Stream, read_ledgers
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ _ROWS = 1024
 """Random rows for the comparison of layers and the main directions."""
 _SAMPLES = 64
 """The random samples that these rows are taken from."""
-_POSITIONS = 96
-"""Tokens of a sample that a heat map shows."""
 _READ_ROWS = 16_384
 _THREADS = 4
 _READS = 32
@@ -100,26 +97,15 @@ def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStati
     return replace(found, top=tuple(row._replace(stream=stream.number) for row in found.top))
 
 
-@dataclass(frozen=True)
-class HeatMap:
-    """Norms of one sample's rows at every tap."""
-
-    title: str
-    preview: str
-    norms: _Array
-    """[taps, positions]"""
-
-
 NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """Statistics of each tap, and everything else that the page of ``spile inspect --html`` shows."""
+    """Statistics of each tap, the similarity of taps, and the main directions of one of them."""
 
     taps: tuple[str, ...]
     stats: dict[str, TapStatistics]
-    heat: tuple[HeatMap, ...] = ()
     cosine: _Array = field(default_factory=lambda: np.zeros((0, 0)))
     """Mean cosine similarity of the same token's rows at two taps."""
     chosen: str = ""
@@ -127,8 +113,6 @@ class Inspection:
     plane: _Array = field(default_factory=lambda: np.zeros((0, 2)))
     roles: _Array = field(default_factory=lambda: np.zeros(0, np.uint8))
     explained: tuple[float, float] = (0.0, 0.0)
-    timeline: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """Stream → when it committed, and how many samples it had then."""
 
     def lines(self) -> list[list[str]]:
         """Return the table of norms: a row for each tap."""
@@ -197,8 +181,8 @@ def _run_of_rows(stream: int, shard: ShardReader, index: int, at: float, length:
     return replace(known, rows={tap: shard.rows(tap, first, last) for tap in taps})  # type: ignore[arg-type]
 
 
-def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = None, seed: int = 0) -> Inspection:
-    """Read what the page needs: statistics, a few samples, and some random rows."""
+def inspect_dataset(dataset: Dataset, *, tap: str | None = None, seed: int = 0) -> Inspection:
+    """Return the statistics of each tap, from the commits if they have them, and figures of random rows."""
     numbers = float_taps(dataset)
     stats = {name: dataset.stats(name) for name in numbers}
     chosen = tap or numbers[len(numbers) // 2]
@@ -209,13 +193,11 @@ def inspect_dataset(dataset: Dataset, *, samples: int = 3, tap: str | None = Non
     return Inspection(
         taps=tuple(numbers),
         stats=stats,
-        heat=tuple(_heat(dataset, number, numbers) for number in spread(len(dataset.samples), samples)),
         cosine=mean_cosine([batch.rows[name] for name in alike]),
         chosen=chosen,
         plane=plane,
         roles=batch.roles & (Role.SPECIAL | Role.SYSTEM | Role.USER | Role.ASSISTANT),
         explained=explained,
-        timeline=_timeline(dataset),
     )
 
 
@@ -232,14 +214,6 @@ def _is_float(dataset: Dataset, tap: str) -> bool:
 def spread(count: int, wanted: int) -> list[int]:
     """Return up to ``wanted`` numbers below ``count``, evenly spread from the first to the last."""
     return sorted({round(place) for place in np.linspace(0, count - 1, min(wanted, count))})
-
-
-def _heat(dataset: Dataset, number: int, taps: list[str]) -> HeatMap:
-    ref = dataset.samples[number]
-    stored = dataset.sample(ref.stream, ref.index)
-    stored_taps = [tap for tap in taps if tap in stored.taps]
-    norms = [np.linalg.norm(stored.rows(tap)[:_POSITIONS].astype(np.float64), axis=1) for tap in stored_taps]
-    return HeatMap(f"stream {ref.stream}, sample {ref.index} ({ref.task_id})", ref.preview, np.stack(norms))
 
 
 def _finite(rows: _Array) -> _Array:
@@ -267,17 +241,6 @@ def main_plane(rows: _Array) -> tuple[_Array, tuple[float, float]]:
     if plane.shape[1] < 2:
         return np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))), (float(part[0]), 0.0)
     return plane, (float(part[0]), float(part[1]))
-
-
-def _timeline(dataset: Dataset) -> dict[int, list[tuple[float, int]]]:
-    found: dict[int, list[tuple[float, int]]] = {}
-    for stream in dataset.streams:
-        total = 0
-        for commit in stream.commits:
-            total += sum(shard.count for shard in commit.shards) + len(commit.skipped)
-            if commit.created:
-                found.setdefault(stream.number, []).append((parse_iso(commit.created), total))
-    return found
 
 
 @dataclass(frozen=True)

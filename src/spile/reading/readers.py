@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
 
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.reading.blocks import JointBlocks, StoredBlocks
-from spile.reading.rows import RowBatch, SampleRef, Selection
-from spile.reading.shuffle import Shuffled
-from spile.reading.shuffle_order import MEMORY, DataPlan, ShuffleOrder, ShufflePlan, ShuffleSpec
+from spile.reading.blocks import JointBlocks
+from spile.reading.rows import BlockSource, RowBatch, SampleRef, Selection
+from spile.reading.shuffle import MEMORY, RowOrder, Shuffled, ShuffleOrder, ShufflePlan
 from spile.spec.taps import Tap
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ class ShuffleOptions(SelectionOptions, total=False):
     epochs: int | None
     memory: int
     buffer_rows: int | None
-    scratch: str | None
-    piece: int | None
     part: tuple[int, int]
     drop_last: bool
     dtype: npt.DTypeLike | None
@@ -52,7 +50,6 @@ class ShuffleOptions(SelectionOptions, total=False):
     streams: Iterable[int] | None
     state: Mapping[str, Any] | None
     after: int
-    page_cache: bool | None
 
 
 class TorchOptions(ShuffleOptions, total=False):
@@ -62,10 +59,6 @@ class TorchOptions(ShuffleOptions, total=False):
     world: int | None
 
 
-RowOrder = Literal["random", "data"]
-_Blocks = StoredBlocks | JointBlocks
-
-
 class BlockOptions(NamedTuple):
     """What a source of shuffle blocks is asked for, besides taps."""
 
@@ -73,7 +66,6 @@ class BlockOptions(NamedTuple):
     context: bool
     window: int
     streams: Iterable[int] | None
-    keep_cached: bool
 
 
 class ShuffledReaders(ABC):
@@ -85,7 +77,7 @@ class ShuffledReaders(ABC):
         """Where the rows come from, for display."""
 
     @abstractmethod
-    def _source(self, taps: tuple[str, ...], options: BlockOptions) -> _Blocks:
+    def _source(self, taps: tuple[str, ...], options: BlockOptions) -> BlockSource:
         """Return the rows of some taps as a source of shuffle blocks."""
 
     @abstractmethod
@@ -102,8 +94,6 @@ class ShuffledReaders(ABC):
         epochs: int | None = 1,
         memory: int = MEMORY,
         buffer_rows: int | None = None,
-        scratch: str | None = None,
-        piece: int | None = None,
         part: tuple[int, int] = (0, 1),
         drop_last: bool = False,
         dtype: npt.DTypeLike | None = None,
@@ -111,12 +101,11 @@ class ShuffledReaders(ABC):
         streams: Iterable[int] | None = None,
         state: Mapping[str, Any] | None = None,
         after: int = 0,
-        page_cache: bool | None = None,
         **wanted: Unpack[SelectionOptions],
     ) -> Shuffled:
         """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
-        Each epoch gives every selected row once, in the order that :mod:`spile.reading.shuffle_order` describes.
+        Each epoch gives every selected row once, in the order that :mod:`spile.reading.shuffle` describes.
 
         Args:
             tap: A tap, or a sequence of taps.
@@ -127,8 +116,6 @@ class ShuffledReaders(ABC):
             memory: Size of the shuffle buffer in bytes.
             buffer_rows: Size of the shuffle buffer in rows, instead of ``memory``. Two datasets of the same samples
                 then have the same order, even if the width or the dtype of their rows differs.
-            scratch: A folder on a local disk for rows that do not fit in memory: a full permutation of any number.
-            piece: Size of a shuffle block in bytes. None: derived from the buffer and the length of the samples.
             part: (k, n) makes this reader number k of n readers, whose rows are disjoint and together complete.
             drop_last: Leave out rows that do not fill a batch; each of n readers gives the same number of batches.
             dtype: Convert batches to this dtype.
@@ -138,20 +125,21 @@ class ShuffledReaders(ABC):
             streams: Read only these streams.
             state: Continue where this result of ``state()`` was taken.
             after: Continue after this many batches.
-            page_cache: False: drop what was read from the page cache of a local disk.
             wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
                 ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
         known, window = _parse_context(context)
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        blocks = BlockOptions(Selection(**wanted), known, window, streams, page_cache is not False)
-        source = self._source(names, blocks)
-        sizes = {"memory": memory, "buffer_rows": buffer_rows, "piece": piece}
-        spec = {"batch_rows": batch_rows, "seed": seed, "drop_last": drop_last, "permute_all": scratch is not None}
-        chosen = _order(source, order, part, sizes, spec, self._described(source, names))
+        source = self._source(names, BlockOptions(Selection(**wanted), known, window, streams))
+        if memory < 1:
+            raise UserError("memory", expected="at least 1", found=memory)
+        rows = max(1, memory // max(1, source.row_bytes)) if buffer_rows is None else buffer_rows
+        plan = ShufflePlan(rows, batch_rows, seed, part[0], part[1], drop_last, order)
+        plan = replace(plan, samples=source.samples, rows=source.rows, remote=source.remote, whole_samples=window > 1)
+        chosen = ShuffleOrder(plan, source, self._described(source, names))
         start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
-        return Shuffled(chosen, epochs=epochs, dtype=dtype, single=single, start=start, scratch=scratch)
+        return Shuffled(chosen, start, epochs=epochs, dtype=dtype, single=single)
 
     def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[TorchOptions]) -> TorchRows:
         """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
@@ -202,41 +190,6 @@ def _parse_context(context: bool | int) -> tuple[bool, int]:
     if context < 1:
         raise UserError("context", expected="True, False or a number of tokens from 2", found=context)
     return False, context
-
-
-def _order(
-    source: _Blocks,
-    order: RowOrder,
-    part: tuple[int, int],
-    sizes: dict[str, int | None],
-    spec: dict[str, Any],
-    identity: Mapping[str, Any],
-) -> ShuffleOrder:
-    """Convert sizes in bytes to rows and return the order of a shuffled reader."""
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise UserError(name, expected="at least 1", found=value)
-    if spec["drop_last"] and part[1] > 1 and source.selection.by_norm:
-        raise UserError(
-            "drop_last with a bound on norms",
-            expected="one reader, because the rows of each of several readers are counted only by reading",
-            found=f"{part[1]} readers",
-            fix="use epochs=None, whose batches are all full, and count steps",
-        )
-    if order not in get_args(RowOrder):
-        raise UserError("order", expected=f"one of {', '.join(get_args(RowOrder))}", found=repr(order))
-    width, piece = max(1, source.row_bytes), sizes["piece"]
-    shuffle = ShuffleSpec(
-        buffer_rows=sizes["buffer_rows"] or max(1, (sizes["memory"] or MEMORY) // width),
-        block_rows=None if piece is None else max(1, piece // width),
-        part=part[0],
-        parts=part[1],
-        **spec,
-    )
-    plan = ShufflePlan(shuffle, source.samples, source.rows, source.remote) if order == "random" else DataPlan(shuffle)
-    known = {**identity, "selection": source.selection.describe()}
-    known |= {"context": source.window} if source.window > 1 else {}
-    return ShuffleOrder(plan, source, known, source.selection.by_norm)
 
 
 class DeviceBatches(Iterator[Any]):

@@ -1,30 +1,37 @@
-"""Rows of a tap: what is known of them, which of them are selected, and reading them in order."""
+"""Rows of a tap: what is known of them, which of them are selected, reading them in order, and sources of rows."""
 
 from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.objects.folder import read_ahead
+from spile.objects.machine import local_cores
 
 if TYPE_CHECKING:
+    from spile.reading.shuffle import ShufflePlan
     from spile.store.shard_reader import ShardReader
 
 _PIECE = 8 << 20
 """Bytes of one read, approximately."""
 _DEPTH = 8
 """Reads that run, or wait with their rows, while one piece is consumed."""
+_READ_BYTES = 4 << 20
+"""Bytes that one call of a shuffled reader reads and checks, approximately."""
+_BUCKET_THREADS = 16
+_DISK_THREADS = 4
 
 _Array = npt.NDArray[Any]
 _Mask = npt.NDArray[np.bool_]
+_Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -311,3 +318,99 @@ def _read(
     rows = shard.rows(tap, first, last)
     part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
     return part.take(wanted) if selection.by_tail else part
+
+
+class ReaderClosed(Exception):
+    """The reader was closed while a group was loading."""
+
+
+class RowChunk(NamedTuple):
+    """Selected rows of some samples."""
+
+    keys: _Numbers
+    """Numbers that order rows by sample and by their place in it."""
+    rows: Mapping[str, Sequence[_Array]]
+    """Tap → rows, in one or several arrays."""
+    known: RowBatch | None
+    """Tokens, roles, streams, samples and positions of the rows, if they were requested."""
+
+
+Read = Callable[[], RowChunk | None]
+"""Reads rows; None: no row is selected. Several may run at the same time, in threads."""
+
+
+class RowGroup(NamedTuple):
+    """Samples whose rows are loaded together."""
+
+    first: int
+    """In the order of the data: the number of its first sample, from which a reader can continue."""
+    last: bool
+    """Whether no group follows in this epoch."""
+    reads: Iterator[Read]
+
+
+class BlockSource:
+    """Rows of some taps, read in blocks: from stored shards, or from a running model.
+
+    Samples are numbered in the order of streams and sample indices. A source that has its own :meth:`groups` needs
+    neither :meth:`reads` nor :meth:`counts` nor :meth:`data_order`: it has the order of the data only.
+    """
+
+    selection: Selection
+    window: int = 1
+    """Tokens of a row. With 2, a row is the rows of a token's predecessor and of the token itself."""
+    samples: int = 0
+    rows: int = 0
+    """Rows of all samples, before the selection."""
+    remote: bool = False
+    """Whether the rows are in a bucket."""
+
+    def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """Return the dtype and the number of columns of each tap; a row has the columns of all tokens of a window."""
+        raise NotImplementedError
+
+    def reads(self, samples: _Numbers, part: _Numbers, parts: int) -> Iterator[Read]:
+        """Yield calls that read the selected rows of part ``part[i]`` of ``parts`` of each ``samples[i]``.
+
+        Part p of n of a sample with r rows is the rows from ``r * p // n`` to ``r * (p + 1) // n``.
+        """
+        raise NotImplementedError
+
+    def counts(self, parts: int) -> _Numbers:
+        """Return the number of selected rows ``[samples, parts]``, without reading rows."""
+        raise NotImplementedError
+
+    def data_order(self) -> tuple[_Numbers, _Numbers]:
+        """Return the index in its stream and the number of rows, before the selection, of each sample."""
+        raise NotImplementedError
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of all taps together."""
+        return sum(dtype.itemsize * columns for dtype, columns in self.types().values())
+
+    @property
+    def threads(self) -> int:
+        """Reads that should run at the same time."""
+        return _BUCKET_THREADS if self.remote else min(_DISK_THREADS, max(2, len(local_cores())))
+
+    def samples_per_read(self, parts: int) -> int:
+        """Return of how many samples one call should read a part."""
+        mean = self.rows * self.row_bytes // max(1, self.samples * parts)
+        return max(1, _READ_BYTES // max(1, mean))
+
+    def groups(self, plan: ShufflePlan, first: int) -> Iterator[RowGroup]:
+        """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
+        index, lengths = self.data_order()
+        mine = np.flatnonzero(index % plan.parts == plan.part)
+        mine = mine[mine >= first]
+        ends, begin = np.cumsum(lengths[mine]), 0
+        while begin < len(mine):
+            # A group ends with the sample that makes it large enough.
+            end = int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + plan.group_rows)) + 1
+            some = mine[begin:end]
+            yield RowGroup(int(some[0]), end >= len(mine), self.reads(some, np.zeros_like(some), 1))
+            begin = end
+
+    def cancel(self) -> None:
+        """Make calls that wait for rows raise :class:`ReaderClosed`; reads of stored rows end soon by themselves."""

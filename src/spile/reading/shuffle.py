@@ -1,32 +1,57 @@
-"""Shuffled rows: a buffer that a source of blocks fills, and the iterator that draws batches from it.
+"""Shuffled rows: the order of a reader, its state, and the buffer that batches are drawn from.
 
-The order is the business of :mod:`spile.reading.shuffle_order`.
+The samples of a dataset, ordered by stream and sample index, are divided into *shuffle blocks*: several consecutive
+samples, or a part of one sample. Every epoch permutes all blocks and deals them out to the readers in turn. A reader
+loads its blocks in groups. The rows of a group are permuted and divided over the next twelve windows; a window is the
+permuted rows that up to twelve groups contribute to it. Batches are consecutive rows of the windows. So rows are drawn
+from a *shuffle buffer* whose content changes by one group at a time. If all rows of a reader fit in the buffer, there
+is one group and the order is a full permutation.
+
+With the order ``data``, which rows that are not stored can have too, samples are not permuted: a group is consecutive
+samples.
+
+The order depends on the samples, the number of rows of each, the selection and the plan, all of which count rows. It
+does not depend on the width or dtype of a row, nor on how rows are divided into shards.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
-from pathlib import Path
-from typing import Any
+from json import dumps
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import StoreError, UserError
-from spile.objects.folder import iterate_ahead
-from spile.objects.local import reserve
-from spile.reading.rows import RowBatch
-from spile.reading.shuffle_order import BlockSource, Position, ReaderClosed, RowChunk, RowGroup, ShuffleOrder, row_keys
+from spile.errors import SpecError, UserError
+from spile.objects.folder import iterate_ahead, read_ahead
+from spile.reading.rows import BlockSource, Read, ReaderClosed, RowBatch, RowGroup
 from spile.spec.amounts import counted
 from spile.store.statistics import widened
 
+MEMORY = 2 << 30
+"""Default size of the shuffle buffer in bytes."""
+RowOrder = Literal["random", "data"]
+_SPREAD = 12
+"""Windows over which the rows of a group are divided."""
+_BLOCKS = 4096
+"""Blocks that the buffer holds. With fewer, a sparse autoencoder trained on the rows ends measurably above one trained
+on a full permutation (docs/performance.md)."""
+_REMOTE_BLOCKS = 512
+"""The same for a bucket: each block costs a request."""
+_SMALLEST_PART = 64
+"""Rows of a part of a sample, at least: smaller parts cost more to read than they improve the order."""
+_LEAST_BLOCKS = 64
+"""Blocks of each of several readers, at least: readers have equally many blocks, and about equally many rows."""
 _AHEAD = 3
 """Batches that are ready before they are asked for."""
 
@@ -34,79 +59,335 @@ _Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]
 
 
-class ShuffleBuffer:
-    """Rows of several taps in numbered slots, in memory or in a file of the folder ``scratch``."""
+@dataclass(frozen=True)
+class ShufflePlan:
+    """Blocks, groups and windows of a reader: pure arithmetic."""
 
-    def __init__(self, types: Mapping[str, tuple[np.dtype[Any], int]], capacity: int, scratch: str | None) -> None:
-        self._types, self._scratch = dict(types), scratch
-        self._arrays = self._allocate(capacity)
+    buffer_rows: int
+    """Rows that the shuffle buffer holds."""
+    batch_rows: int = 4096
+    seed: int = 0
+    part: int = 0
+    parts: int = 1
+    """This reader is number ``part`` of ``parts``; their rows are disjoint and together complete."""
+    drop_last: bool = False
+    """Every reader gives the same number of full batches in an epoch; the remaining rows are left out."""
+    order: RowOrder = "random"
+    samples: int = 0
+    rows: int = 0
+    """Samples of the dataset and their rows before the selection; not used in the order of the data."""
+    remote: bool = False
+    """Whether each block costs a network request."""
+    whole_samples: bool = False
+    """Whether samples must not be divided, because rows come with their predecessors."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_rows", "buffer_rows", "parts"):
+            if getattr(self, name) < 1:
+                raise SpecError(name, expected="at least 1", found=getattr(self, name))
+        if self.order not in get_args(RowOrder):
+            raise SpecError("order", expected=f"one of {', '.join(get_args(RowOrder))}", found=repr(self.order))
+        if self.seed < 0:
+            raise SpecError("seed", expected="at least 0", found=self.seed)
+        if not 0 <= self.part < self.parts:
+            raise SpecError("part", expected="(k, n) with k from 0 to n - 1", found=(self.part, self.parts))
+
+    @cached_property
+    def one_group(self) -> bool:
+        """Whether all rows of this reader fit in the buffer: the order is then a full permutation."""
+        margin = 1.0 if self.parts == 1 else 1.1  # readers have equally many blocks, not equally many rows
+        return self.order == "random" and self.rows / self.parts * margin <= self.buffer_rows
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the one group is the whole dataset, so that later epochs need not load it again."""
+        return self.one_group and self.parts == 1
+
+    @cached_property
+    def block_shape(self) -> tuple[int, int]:
+        """Samples per block, and parts per sample; at least one of them is 1."""
+        if self.order == "data":
+            return 1, 1
+        mean = max(1.0, self.rows / max(1, self.samples))
+        wanted = max(min(mean, _SMALLEST_PART), self.buffer_rows / (_REMOTE_BLOCKS if self.remote else _BLOCKS))
+        wanted = mean if self.one_group else wanted
+        if self.parts > 1:
+            wanted = max(1.0, min(wanted, self.rows / self.parts / _LEAST_BLOCKS))
+        if wanted >= mean or self.whole_samples:
+            return max(1, int(wanted / mean)), 1
+        return 1, math.ceil(mean / wanted)
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of blocks of the whole dataset."""
+        samples, parts = self.block_shape
+        return -(-self.samples // samples) * parts
+
+    @property
+    def spread(self) -> int:
+        """Windows over which the rows of a group are divided."""
+        return 1 if self.one_group else _SPREAD
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a group before the selection.
+
+        Rows leave the buffer as they are given, so (spread + 1) / 2 groups are in it on average, and one that loads.
+        """
+        return max(1, int(self.buffer_rows / (_SPREAD / 2 + 1.5)))
+
+    @cached_property
+    def group_blocks(self) -> int:
+        """Blocks of a group."""
+        return max(1, self.blocks if self.one_group else self.group_rows * self.blocks // max(1, self.rows))
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of this reader in every epoch; there are as many windows. In the order of the data: unknown, many."""
+        if self.order == "data":
+            return 1 << 52
+        return -(-len(range(self.part, self.blocks, self.parts)) // self.group_blocks)
+
+    def block_order(self, epoch: int, part: int) -> _Numbers:
+        """Return the order of a reader's blocks in an epoch."""
+        return _permutation(self.seed, epoch, self.blocks)[part :: self.parts]
+
+    def group(self, epoch: int, number: int) -> tuple[_Numbers, _Numbers]:
+        """Return the samples of a group, and for each the number of its part."""
+        begin = number * self.group_blocks
+        return self.members(np.sort(self.block_order(epoch, self.part)[begin : begin + self.group_blocks]))
+
+    def members(self, blocks: _Numbers) -> tuple[_Numbers, _Numbers]:
+        """Return the samples of some blocks, and for each the number of its part."""
+        size, parts = self.block_shape
+        first, part = np.divmod(blocks, parts)
+        samples = (first[:, None] * size + np.arange(size)).reshape(-1)
+        inside = samples < self.samples
+        return samples[inside], np.repeat(part, size)[inside]
+
+    def share(self, rows: int, age: int, last: bool = False) -> slice:
+        """Return the part of a group's rows that belongs to the window ``age`` windows after the group's own.
+
+        The last window of an epoch gets all the rest.
+        """
+        return slice(rows * age // self.spread, rows if last else rows * (age + 1) // self.spread)
+
+    def window_rows(self, epoch: int, counts: _Numbers) -> list[int]:
+        """Return the number of selected rows of each window; ``counts``: those of each part of each sample."""
+        windows = [0] * self.groups
+        for group in range(self.groups):
+            rows, left = int(counts[self.group(epoch, group)].sum()), self.groups - group
+            for age in range(min(self.spread, left)):
+                share = self.share(rows, age, age + 1 == left)
+                windows[group + age] += share.stop - share.start
+        return windows
+
+    def full_batches(self, epoch: int, counts: _Numbers) -> int:
+        """Return how many full batches every one of the readers has in an epoch."""
+        shares = (self.members(self.block_order(epoch, part)) for part in range(self.parts))
+        return min(int(counts[mine].sum()) for mine in shares) // self.batch_rows
+
+    def permutation(self, epoch: int, number: int, rows: int, *, of_group: bool = False) -> _Numbers:
+        """Return the order of the rows of a window, or that in which the rows of a group are divided over windows."""
+        return np.random.default_rng([self.seed, epoch, self.part, number, of_group]).permutation(rows)
+
+    def describe(self) -> str:
+        """Return in words how random the order is."""
+        share = "" if self.parts == 1 else f" of this reader's share, one of {self.parts}"
+        if self.one_group:
+            return f"a full permutation{share}"
+        if self.order == "data":
+            drawn = f"rows drawn from about {self.buffer_rows:,} consecutive rows at a time"
+            return f"in the order of the data{share}: {drawn}, which change gradually"
+        size, parts = self.block_shape
+        unit = f"{size:,} samples" if size > 1 else "one sample" if parts == 1 else f"1/{parts} of a sample"
+        drawn = f"rows drawn from {min(self.group_blocks * self.spread, self.blocks):,} blocks at a time"
+        return f"two levels{share}: {self.blocks:,} blocks of {unit} in random order, {drawn}, which change gradually"
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, blocks: int) -> _Numbers:
+    order = np.random.default_rng([seed, epoch]).permutation(blocks)
+    order.setflags(write=False)
+    return order
+
+
+class Position(NamedTuple):
+    """Where a reader is: after ``batches`` batches of an epoch and ``taken`` rows of a window."""
+
+    epoch: int = 0
+    batches: int = 0
+    window: int = 0
+    taken: int = 0
+    sample: int = 0
+    """In the order of the data: the first sample of the groups that contribute to the window."""
+
+
+@dataclass(frozen=True)
+class ShuffleOrder:
+    """A plan, its source, and what else identifies the order: readers with equal orders give equal batches."""
+
+    plan: ShufflePlan
+    source: BlockSource
+    identity: Mapping[str, Any]
+    """Plain JSON values that name the dataset and the taps."""
+
+    def __post_init__(self) -> None:
+        plan, by_norm = self.plan, self.source.selection.by_norm
+        if plan.drop_last and plan.parts > 1 and (plan.order == "data" or by_norm):
+            raise UserError(
+                f"drop_last with {'a bound on norms' if by_norm else 'the order of the data'}",
+                expected="one reader, because the rows of each of several readers are counted only by reading",
+                found=f"{plan.parts} readers",
+                fix="use epochs=None, whose batches are all full, and count steps",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything that a state must agree with."""
+        plan, source = self.plan, self.source
+        names = ("batch_rows", "seed", "buffer_rows", "drop_last", "order")
+        return {
+            **self.identity,
+            **{name: getattr(plan, name) for name in names},
+            "selection": source.selection.describe(),
+            "context": source.window,
+            "part": [plan.part, plan.parts],
+            "block": list(plan.block_shape),
+        }
+
+    def state(self, position: Position) -> dict[str, Any]:
+        """Return a position as plain JSON, with everything that a state must agree with and a checksum."""
+        state = {**position._asdict(), **self.describe()}
+        return {**state, "check": _checksum(state)}
+
+    def position(self, state: Mapping[str, Any], epochs: int | None) -> Position:
+        """Return the position that a state names.
+
+        Raises:
+            UserError: The state was edited, is incomplete, or belongs to another dataset or to other arguments.
+        """
+        wanted, fix = self.describe(), "pass the arguments of the reader that made the state, or no state"
+        if not isinstance(state, Mapping) or not {*wanted, *Position._fields, "check"} <= state.keys():
+            raise UserError("state", expected="what state() returned", found=repr(state)[:200])
+        wrong = [name for name, value in wanted.items() if state[name] != value]
+        if wrong:
+            raise UserError(
+                "the state of a different reader",
+                expected=", ".join(f"{name} = {str(state[name])[:80]}" for name in wrong),
+                found=", ".join(f"{name} = {str(wanted[name])[:80]}" for name in wrong),
+                fix=fix,
+            )
+        rest = {name: value for name, value in state.items() if name != "check"}
+        found = Position(*(state[name] for name in Position._fields))
+        valid = all(type(number) is int and 0 <= number < 1 << 53 for number in found)
+        if not valid or state["check"] != _checksum(rest):
+            raise UserError("state", expected="what state() returned", found="an edited state", fix=fix)
+        if found.window >= max(1, self.plan.groups):
+            raise UserError("state", expected=f"a window below {self.plan.groups}", found=found.window, fix=fix)
+        if epochs is not None and found.epoch > epochs:
+            raise UserError("state", expected=f"at most {epochs} epochs", found=f"{found.epoch} complete ones", fix=fix)
+        return found
+
+    def groups(self, epoch: int, number: int, sample: int) -> Iterator[RowGroup]:
+        """Yield the groups of an epoch from this number on. In the order of the data, it begins with this sample."""
+        plan = self.plan
+        if plan.order == "data":
+            yield from self.source.groups(plan, sample)
+            return
+        for each in range(number, plan.groups):
+            samples, part = plan.group(epoch, each)
+            yield RowGroup(0, each + 1 == plan.groups, self.source.reads(samples, part, plan.block_shape[1]))
+
+    @cached_property
+    def _counts(self) -> _Numbers:
+        return self.source.counts(self.plan.block_shape[1])
+
+    def steps(self, epoch: int) -> int | None:
+        """Return the full batches that every reader has in an epoch; None if the reader gives all its rows."""
+        if not self.plan.drop_last or self.plan.parts == 1:
+            return None
+        return self.plan.full_batches(epoch, self._counts)
+
+    def after(self, batches: int, *, endless: bool) -> Position:
+        """Return the position after this many batches from the start, without reading rows."""
+        if batches < 0:
+            raise UserError("after", expected="at least 0", found=batches)
+        if not batches:
+            return Position()
+        if self.plan.order == "data" or self.source.selection.by_norm:
+            expected = (
+                'a state if order="data" or a bound on norms is given: such rows are counted only by reading them'
+            )
+            raise UserError("after", expected=expected, found=f"after={batches}")
+        most = self.plan.batch_rows
+        rows = batches * most
+        for epoch in count():
+            ends = np.cumsum([0, *self.plan.window_rows(epoch, self._counts)])
+            given = total = int(ends[-1])
+            if not endless:  # the last batch of an epoch may have fewer rows; it counts as a full one
+                steps = self.steps(epoch)
+                given = most * (
+                    total // most + (not self.plan.drop_last and total % most > 0) if steps is None else steps
+                )
+            if not given:
+                raise UserError("after", expected="an epoch with at least one batch", found=f"{total} rows")
+            if rows < given:
+                window = int(np.searchsorted(ends, rows, side="right")) - 1
+                return Position(epoch, -(-rows // most), window, rows - int(ends[window]))
+            rows -= given
+        raise AssertionError("unreachable: count() does not end")
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    try:
+        return f"{zlib.crc32(dumps(state, sort_keys=True).encode()):08x}"
+    except (TypeError, ValueError):
+        return ""
+
+
+class ShuffleBuffer:
+    """Rows of several taps in numbered slots. One thread puts rows, another one takes and releases them."""
+
+    def __init__(self, types: Mapping[str, tuple[np.dtype[Any], int]], capacity: int) -> None:
+        self._types = dict(types)
+        # Rows are kept as integers: NumPy holds the interpreter's lock while it copies dtypes that it does not know.
+        self._arrays: dict[str, _Array] = {
+            tap: np.empty((capacity, columns), _bits(dtype)) for tap, (dtype, columns) in self._types.items()
+        }
         # Used from the end, and what was released last is used first: memory that was never needed is never touched.
         self._free: _Numbers = np.arange(capacity)[::-1].copy()
         self._free_count = capacity
-        self._writers = 0
-        self._changed = threading.Condition()
-
-    def _allocate(self, capacity: int) -> dict[str, _Array]:
-        shapes = {tap: (capacity, columns) for tap, (_, columns) in self._types.items()}
-        if self._scratch is None:
-            return {tap: np.empty(shape, _plain_type(self._types[tap][0])) for tap, shape in shapes.items()}
-        found: dict[str, _Array] = {}
-        try:
-            Path(self._scratch).mkdir(parents=True, exist_ok=True)
-            for tap, shape in shapes.items():
-                # A file without a name: the system frees its space when the reader ends, however it ends. Its space is
-                # reserved, because a disk that fills up would end the process with SIGBUS.
-                with tempfile.TemporaryFile(dir=self._scratch, prefix=".spile-") as file:
-                    kind = _plain_type(self._types[tap][0])
-                    reserve(file.fileno(), math.prod(shape) * kind.itemsize)
-                    found[tap] = np.memmap(file, kind, "w+", shape=shape)
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to scratch={self._scratch!r}",
-                found=error.strerror or str(error),
-                fix="use a folder with more room, or less memory",
-            ) from error
-        return found
+        self._lock = threading.Lock()
 
     def put(self, rows: Mapping[str, Sequence[_Array]], count: int) -> _Numbers:
-        """Copy ``count`` rows of each tap into free slots and return the slots. Safe to call from several threads."""
-        with self._changed:
-            while self._free_count < count:
-                if self._writers:  # they write into the arrays that growing replaces
-                    self._changed.wait()
-                else:
-                    self._grow(count)
+        """Copy ``count`` rows of each tap, in one or several arrays, into free slots and return the slots."""
+        with self._lock:
+            if self._free_count < count:
+                self._grow(count)
             self._free_count -= count
             slots = self._free[self._free_count : self._free_count + count][::-1].copy()
-            self._writers += 1
-        try:
-            in_line = count > 0 and int(slots[-1]) - int(slots[0]) == count - 1 and bool((np.diff(slots) == 1).all())
-            for tap, arrays in rows.items():
-                target, at = self._arrays[tap], 0
-                for array in arrays:
-                    end = at + len(array)
-                    # Copying to consecutive slots is faster than copying to a list of slots.
-                    where = slice(slots[at], slots[end - 1] + 1) if in_line and end > at else slots[at:end]
-                    target[where] = _plain(array)
-                    at = end
-        finally:
-            with self._changed:
-                self._writers -= 1
-                self._changed.notify_all()
+        in_line = bool((np.diff(slots) == 1).all())
+        for tap, arrays in rows.items():
+            at = 0
+            for array in arrays:
+                end = at + len(array)
+                # Copying to consecutive slots is faster than copying to a list of slots.
+                where = slice(slots[at], slots[end - 1] + 1) if in_line and end > at else slots[at:end]
+                self._arrays[tap][where] = array.view(_bits(array.dtype))
+                at = end
         return slots
 
     def _grow(self, count: int) -> None:
         """Make room for more rows than were expected: samples may differ much in length."""
         old = len(self._free)
         more = max(count, old // 4)
-        arrays = self._allocate(old + more)
-        for tap, array in arrays.items():
-            array[:old] = self._arrays[tap]
-        self._arrays = arrays
-        free = np.empty(old + more, np.int64)
-        free[: self._free_count] = self._free[: self._free_count]
-        free[self._free_count : self._free_count + more] = np.arange(old, old + more)[::-1]
-        self._free, self._free_count = free, self._free_count + more
+        for tap, array in self._arrays.items():
+            grown = np.empty((old + more, array.shape[1]), array.dtype)
+            grown[:old] = array
+            self._arrays[tap] = grown
+        used = np.empty(old - self._free_count, np.int64)  # room for the slots that will be released
+        self._free = np.concatenate([self._free[: self._free_count], np.arange(old, old + more)[::-1], used])
+        self._free_count += more
 
     def take(self, slots: _Numbers) -> dict[str, _Array]:
         """Return copies of the rows in some slots."""
@@ -120,40 +401,39 @@ class ShuffleBuffer:
 
     def release(self, slots: _Numbers) -> None:
         """Make slots available for other rows."""
-        with self._changed:
+        with self._lock:
             self._free[self._free_count : self._free_count + len(slots)] = slots
             self._free_count += len(slots)
 
 
-def _plain_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"u{dtype.itemsize}")
 
 
-def _plain(rows: _Array) -> _Array:
-    """View rows as integers: NumPy holds the interpreter's lock while it copies dtypes that it does not know."""
-    return rows.view(_plain_type(rows.dtype))
-
-
-@dataclass
-class _Rows:
-    """Rows in the buffer, in some order."""
+class _Rows(NamedTuple):
+    """Rows in the buffer, in some order, and what is known of them."""
 
     slots: _Numbers
     known: RowBatch | None
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
     def take(self, which: Any) -> _Rows:
         return _Rows(self.slots[which], None if self.known is None else self.known.take(which))
 
     @staticmethod
     def join(parts: list[_Rows]) -> _Rows:
-        known = [part.known for part in parts if part.known is not None]
-        return _Rows(np.concatenate([part.slots for part in parts]), RowBatch.join(known) if known else None)
+        slots = [part.slots for part in parts if len(part.slots)]
+        known = [part.known for part in parts if part.known is not None and len(part.slots)]
+        return _Rows(np.concatenate(slots) if slots else np.zeros(0, np.int64), RowBatch.join(known) if known else None)
 
 
-_NO_ROWS = _Rows(np.zeros(0, np.int64), None)
+class _Window(NamedTuple):
+    """The rows of a window, in the order in which they are given."""
+
+    epoch: int
+    number: int
+    last: bool
+    sample: int
+    rows: _Rows
 
 
 class Shuffled(Iterator[Any]):
@@ -165,17 +445,10 @@ class Shuffled(Iterator[Any]):
     """
 
     def __init__(
-        self,
-        order: ShuffleOrder,
-        *,
-        epochs: int | None = 1,
-        dtype: npt.DTypeLike | None = None,
-        single: bool = True,
-        start: Position = Position(),  # noqa: B008  immutable
-        scratch: str | None = None,
+        self, order: ShuffleOrder, start: Position, *, epochs: int | None, dtype: npt.DTypeLike | None, single: bool
     ) -> None:
         self._order, self._epochs = order, epochs
-        self._how = None if dtype is None else np.dtype(dtype), single, scratch
+        self._how = None if dtype is None else np.dtype(dtype), single
         self._begin(start)
 
     def _begin(self, start: Position) -> None:
@@ -193,7 +466,7 @@ class Shuffled(Iterator[Any]):
         return batch
 
     def __repr__(self) -> str:
-        rows, at = self._order.plan.spec.batch_rows, self._position
+        rows, at = self._order.plan.batch_rows, self._position
         return f"<shuffled batches of {counted(rows, 'row')}, after batch {at.batches:,} of epoch {at.epoch}>"
 
     def state(self) -> dict[str, Any]:
@@ -245,71 +518,61 @@ class _Engine:
         epochs: int | None,
         dtype: np.dtype[Any] | None,
         single: bool,
-        scratch: str | None,
         stop: threading.Event,
     ) -> None:
         self._order, self._plan, self._source = order, order.plan, order.source
-        self._epochs, self._dtype, self._single, self._scratch, self._stop = epochs, dtype, single, scratch, stop
-        self._pending: list[_Rows] = []
+        self._epochs, self._dtype, self._single, self._stop = epochs, dtype, single, stop
 
     @cached_property
     def _buffer(self) -> ShuffleBuffer:
         plan = self._plan
-        # Memory that is never needed is never touched. Of several readers each loads its next epoch during the last.
-        rows = 2.2 * plan.rows / plan.spec.parts if plan.one_group else 1.06 * plan.spec.buffer_rows
-        return ShuffleBuffer(self._source.types(), min(int(rows) + 1, plan.rows), self._scratch)
+        capacity = int(1.06 * plan.buffer_rows) + 1
+        if plan.one_group:  # each of several readers loads its next epoch during the last
+            capacity = min(int(2.2 * plan.rows / plan.parts) + 1, plan.rows)
+        return ShuffleBuffer(self._source.types(), capacity)
 
     def run(self, start: Position) -> Iterator[tuple[Any, Position]]:
         """Yield the batches from a position on, each with the position after it."""
-        most, drop_last = self._plan.spec.batch_rows, self._plan.spec.drop_last
-        batches, seen, epoch = start.batches, start.batches > 0, -1
-        steps: int | None = None
-        for window_epoch, number, last, origin, window in self._windows(start):
-            if window_epoch != epoch:
-                epoch, steps = window_epoch, self._order.steps(window_epoch)
-            taken = start.taken if (epoch, number) == (start.epoch, start.window) else 0
-            self._skip(window, taken)
-            while taken < len(window) and batches != steps:
-                seen = True
-                part = window.take(slice(taken, taken + most - self._held))
-                self._pending.append(part)
-                taken += len(part)
-                if self._held == most:
+        most = self._plan.batch_rows
+        batches, epoch, steps = start.batches, -1, None
+        pending = _Rows.join([])
+        for window in self._windows(start):
+            if window.epoch != epoch:
+                epoch, steps = window.epoch, None if self._epochs is None else self._order.steps(window.epoch)
+            rows, taken = window.rows, start.taken if window[:2] == (start.epoch, start.window) else 0
+            total = len(rows.slots)
+            if taken > total:
+                raise UserError("state", expected=f"at most {total} rows of its window", found=taken)
+            self._release(rows.slots[:taken])
+            while taken < total and batches != steps:
+                part = rows.take(slice(taken, taken + most - len(pending.slots)))
+                pending = _Rows.join([pending, part])
+                taken += len(part.slots)
+                if len(pending.slots) == most:
                     batches += 1
-                    yield self._batch(), Position(epoch, batches, number, taken, origin)
-            self._free(window.slots[taken:])
-            if not last:
+                    yield self._batch(pending), Position(epoch, batches, window.number, taken, window.sample)
+                    pending = _Rows.join([])
+            self._release(rows.slots[taken:])
+            if not window.last:
                 continue
-            if self._epochs is None and not seen:
+            if self._epochs is None and not batches and not len(pending.slots):
                 return  # no row is selected: later epochs have none either
             if self._epochs is not None:
-                if self._held and not drop_last:
-                    yield self._batch(), Position(epoch + 1)
-                self._drop_pending()
-            batches, seen = 0, False
+                if len(pending.slots) and not self._plan.drop_last:
+                    yield self._batch(pending), Position(epoch + 1)
+                else:
+                    self._release(pending.slots)
+                pending = _Rows.join([])
+            batches = 0
 
-    @property
-    def _held(self) -> int:
-        return sum(map(len, self._pending))
-
-    def _skip(self, window: _Rows, taken: int) -> None:
-        if taken > len(window):
-            raise UserError("state", expected=f"at most {len(window)} rows of its window", found=taken)
-        self._free(window.slots[:taken])
-
-    def _free(self, slots: _Numbers) -> None:
+    def _release(self, slots: _Numbers) -> None:
         if len(slots) and not self._plan.keeps_rows:
             self._buffer.release(slots)
 
-    def _drop_pending(self) -> None:
-        for part in self._pending:
-            self._free(part.slots)
-        self._pending = []
-
-    def _batch(self) -> Any:
-        rows = _Rows.join(self._pending)
+    def _batch(self, rows: _Rows) -> Any:
+        """Return rows as a batch and release their slots."""
         taps = self._buffer.take(rows.slots)
-        self._drop_pending()
+        self._release(rows.slots)
         if self._dtype is not None:
             taps = {tap: widened(array, self._dtype) for tap, array in taps.items()}
         if self._source.window > 1:
@@ -317,62 +580,60 @@ class _Engine:
         given: Any = next(iter(taps.values())) if self._single else taps
         return given if rows.known is None else replace(rows.known, rows=given)
 
-    def _windows(self, start: Position) -> Iterator[tuple[int, int, bool, int, _Rows]]:
-        """Yield epoch, number, whether it is the last, first sample and rows of each window.
-
-        The next group loads while a window is given.
-        """
+    def _windows(self, start: Position) -> Iterator[_Window]:
+        """Yield the windows from that of the start on. The next group loads while a window is given."""
         plan = self._plan
-        loaded = iterate_ahead(self._groups(start), 1)
-        held: dict[int, tuple[int, _Rows]] = {}
-        try:
-            for epoch, number, group, rows in loaded:
-                first = start.window if epoch == start.epoch else 0
-                if number == plan.sources(first).start:
-                    held = {}
-                held[number] = group.first, rows
-                self._free(rows.slots[: plan.share(len(rows), number, max(number, first)).start])
-                if number < first:
-                    continue
-                shares = [each.take(plan.share(len(each), at, number, group.last)) for at, (_, each) in held.items()]
-                origin = held[plan.sources(number).start][0]
-                held.pop(number - plan.spread + 1, None)
-                window = _Rows.join(shares)
-                yield epoch, number, group.last, origin, window.take(plan.row_order(epoch, number, len(window)))
-        except ReaderClosed:
-            return
-        finally:
-            loaded.close()  # type: ignore[attr-defined]
+        held: deque[tuple[int, _Rows]] = deque(maxlen=plan.spread)
+        with closing(iterate_ahead(self._groups(start), 1)) as loaded:  # type: ignore[type-var]
+            try:
+                for epoch, number, group, rows in loaded:
+                    held.append((group.first, rows))
+                    first = start.window if epoch == start.epoch else 0
+                    if number < first:  # its first rows were given before the start
+                        self._release(rows.slots[: plan.share(len(rows.slots), first - number).start])
+                        continue
+                    shares = [
+                        each.take(plan.share(len(each.slots), age, group.last))
+                        for age, (_, each) in enumerate(reversed(held))
+                    ]
+                    window = _Rows.join(shares[::-1])
+                    order = plan.permutation(epoch, number, len(window.slots))
+                    yield _Window(epoch, number, group.last, held[0][0], window.take(order))
+                    if group.last:
+                        held.clear()
+            except ReaderClosed:
+                return
 
     def _groups(self, start: Position) -> Iterator[tuple[int, int, RowGroup, _Rows]]:
-        """Yield epoch, number, group and rows of each group from the first one that the start needs."""
+        """Load groups and yield epoch, number, group and rows, from the first group that the start needs."""
         kept: _Rows | None = None
         for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
             first = start.window if epoch == start.epoch else 0
-            number = self._plan.sources(first).start
-            empty = True
+            number = before = max(0, first - self._plan.spread + 1)
             for group in self._order.groups(epoch, number, start.sample if first else 0):
-                rows = self._fill(epoch, number, group.load) if kept is None else kept
+                rows = self._load(epoch, number, group.reads) if kept is None else kept
                 kept = rows if self._plan.keeps_rows else None
                 yield epoch, number, group, rows
-                number, empty = number + 1, False
-            if empty:  # there is no sample at all
-                yield epoch, number, RowGroup(0, True, lambda _put: None), _NO_ROWS
+                number += 1
+            if number == before:  # there is no sample at all
+                yield epoch, number, RowGroup(0, True, iter(())), _Rows.join([])
 
-    def _fill(self, epoch: int, number: int, load: Callable[[Callable[[RowChunk], None]], None]) -> _Rows:
+    def _load(self, epoch: int, number: int, reads: Iterator[Read]) -> _Rows:
         """Load a group into the buffer. Returns its rows in the order in which they are divided over windows."""
-        found: list[tuple[_Numbers, _Rows]] = []
-
-        def put(chunk: RowChunk) -> None:
-            if self._stop.is_set():
-                raise ReaderClosed
-            slots = self._buffer.put(chunk.rows, len(chunk.samples))
-            found.append((row_keys(chunk.samples, chunk.offsets), _Rows(slots, chunk.known)))
-
-        load(put)
+        keys: list[_Numbers] = []
+        found: list[_Rows] = []
+        with closing(read_ahead(reads, self._source.threads)) as chunks:  # type: ignore[type-var]
+            for chunk in chunks:
+                if self._stop.is_set():
+                    raise ReaderClosed
+                if chunk is not None:
+                    keys.append(chunk.keys)
+                    found.append(_Rows(self._buffer.put(chunk.rows, len(chunk.keys)), chunk.known))
+        rows = _Rows.join(found)
         if not found:
-            return _NO_ROWS
-        # Chunks arrive in any order; the order of rows must not depend on it.
-        rows = _Rows.join([rows for _, rows in found])
-        rows = rows.take(np.argsort(np.concatenate([keys for keys, _ in found]), kind="stable"))
-        return rows.take(self._plan.deal_order(epoch, number, len(rows))) if self._plan.spread > 1 else rows
+            return rows
+        # Shards may have their samples in any order; the order of rows must not depend on it.
+        rows = rows.take(np.argsort(np.concatenate(keys), kind="stable"))
+        if self._plan.spread == 1:
+            return rows
+        return rows.take(self._plan.permutation(epoch, number, len(rows.slots), of_group=True))

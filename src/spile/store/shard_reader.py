@@ -175,14 +175,6 @@ class ShardReader:
         count, step = -(-self.place(name).length // chunk), max(1, size // chunk)
         return [(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
-    def drop_cached(self, name: str, start: int, stop: int) -> None:
-        """Ask the system to drop rows ``start`` to ``stop`` of a local file from the page cache."""
-        path, place = self.folder.local_path, self.place(name)
-        mapped = None if path is None else self._mapping(path)
-        if path is not None and mapped is not None and place.shape[0]:
-            width = place.length // place.shape[0]
-            mapped.forget(path / self.record.name, place.start + start * width, (stop - start) * width)
-
     def chunks(self, name: str, begin: int, end: int) -> memoryview:
         """Return the bytes of chunks ``begin`` to ``end`` of a tensor. Chunks of local files are checked only once."""
         place, chunk = self.place(name), self.chunk_bytes(name)
@@ -332,9 +324,6 @@ class JoinedShard(ShardReader):
 
     def rows(self, name: str, start: int, stop: int) -> _Array:
         return self.of(name).rows(name, start, stop)
-
-    def drop_cached(self, name: str, start: int, stop: int) -> None:
-        self.of(name).drop_cached(name, start, stop)
 
     def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
         return self.of(name).row_type(name)

@@ -37,9 +37,10 @@ from spile.objects.folder import iterate_ahead
 from spile.reading.blocks import MemoryShard, MemoryStream, StoredBlocks
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.readers import BlockOptions, RowOrder, ShuffledReaders
+from spile.reading.readers import BlockOptions, ShuffledReaders
+from spile.reading.rows import BlockSource, Read, ReaderClosed, RowGroup
 from spile.reading.samples import no_tap
-from spile.reading.shuffle_order import DataPlan, ReaderClosed, RowChunk, RowGroup
+from spile.reading.shuffle import RowOrder, ShufflePlan
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
@@ -89,7 +90,7 @@ class _Group:
 class Feed:
     """Collects the rows of a pass over the data in groups, and holds the model up while the reader has enough."""
 
-    def __init__(self, plan: DataPlan, stored: Callable[[Sample], _Rows | None]) -> None:
+    def __init__(self, plan: ShufflePlan, stored: Callable[[Sample], _Rows | None]) -> None:
         self._plan, self._stored = plan, stored
         """``stored``: returns the rows of a sample if an earlier run stored them."""
         self._groups: deque[_Group] = deque()
@@ -104,11 +105,11 @@ class Feed:
     @property
     def buffer_rows(self) -> int:
         """The size of the shuffle buffer."""
-        return self._plan.spec.buffer_rows
+        return self._plan.buffer_rows
 
     def watch(self, items: Iterable[Sample | Skip], first: int, done: Ranges) -> Iterator[Sample | Skip]:
         """Yield the items that must be computed, and note the samples that will be given, in groups."""
-        parts, part = self._plan.spec.parts, self._plan.spec.part
+        parts, part = self._plan.parts, self._plan.part
         for item in items:
             mine = isinstance(item, Skip) or item.index % parts == part
             if mine and isinstance(item, Sample) and item.index >= first:
@@ -464,21 +465,13 @@ def serve(address: str, key: bytes) -> None:
 # -- the stream -------------------------------------------------------------------------------------------------------
 
 
-class LiveBlocks:
-    """Taps of a running model, as a source of groups in the order of the data."""
-
-    samples = rows = 0
-    remote = False
+class LiveBlocks(BlockSource):
+    """Taps of a running model, which are computed in the order of the data only."""
 
     def __init__(self, stream: ActivationStream, taps: tuple[str, ...], options: BlockOptions) -> None:
         self._stream, self._taps, self._options = stream, taps, options
         self.selection, self.window = options.selection, options.window
         self._feeds: deque[Feed] = deque(maxlen=1)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of all taps together."""
-        return sum(dtype.itemsize * columns for dtype, columns in self.types().values())
 
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
         """Return the dtype and the number of columns of each tap."""
@@ -486,32 +479,24 @@ class LiveBlocks:
         types = {tap: np.dtype("float32" if kinds[tap].scaled else kinds[tap].dtype) for tap in self._taps}
         return {tap: (dtype, self.window * kinds[tap].width) for tap, dtype in types.items()}
 
-    def counts(self, parts: int) -> npt.NDArray[np.int64]:
-        """Rows of a stream are not counted."""
-        raise NotImplementedError
-
-    def load(self, *_: object) -> None:
-        """Samples of a stream are computed in the order of the data only."""
-        raise NotImplementedError
-
-    def groups(self, plan: DataPlan, first: int) -> Iterator[RowGroup]:
+    def groups(self, plan: ShufflePlan, first: int) -> Iterator[RowGroup]:
         """Compute the samples in the order of the data, from sample ``first`` on, and yield them in groups."""
         for samples, last, rows in self._stream.compute(plan, first, self._taps, self._feeds.append):
-            yield RowGroup(samples[0].index, last, partial(self._load, MemoryShard(samples, rows)))
+            yield RowGroup(samples[0].index, last, self._reads(MemoryShard(samples, rows)))
 
     def cancel(self) -> None:
         """End the wait for rows: the reader was closed."""
         for feed in self._feeds:
             feed.fail(ReaderClosed())
 
-    def _load(self, shard: MemoryShard, put: Callable[[RowChunk], None]) -> None:
-        selection, context, window, _, _ = self._options
+    def _reads(self, shard: MemoryShard) -> Iterator[Read]:
         if not shard.record.tokens:
             return
+        selection, context, window, _ = self._options
         streams = [(MemoryStream(self._stream.run.spec.data.worker_id, shard), shard.record)]
         blocks = StoredBlocks(self._taps, streams, selection, context=context, window=window)
         places = np.arange(shard.record.count)
-        blocks.load(places, np.zeros_like(places), 1, put)
+        yield from blocks.reads(places, np.zeros_like(places), 1)
 
 
 class ActivationStream(ShuffledReaders):
@@ -569,14 +554,14 @@ class ActivationStream(ShuffledReaders):
         return {"dataset": hashlib.sha256(text.encode()).hexdigest()[:16], "taps": list(taps)}
 
     def compute(
-        self, plan: DataPlan, first: int, taps: Sequence[str], begun: Callable[[Feed], None]
+        self, plan: ShufflePlan, first: int, taps: Sequence[str], begun: Callable[[Feed], None]
     ) -> Iterator[tuple[list[Sample], bool, _Rows]]:
         """Compute the samples from number ``first`` on, in a thread, and yield them in groups with their rows.
 
         ``begun`` gets the feed of the rows before the first group.
         """
-        if self._store and plan.spec.parts > 1:
-            raise UserError("part", expected="one reader if rows are stored", found=f"{plan.spec.parts} readers")
+        if self._store and plan.parts > 1:
+            raise UserError("part", expected="one reader if rows are stored", found=f"{plan.parts} readers")
         with self._lock:
             self._end(UserError("a reader of this stream was used again", found="another one began after it"))
             stop = threading.Event()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_joint import made
 
 import spile
-from spile.errors import SpecError, UserError
+from spile.errors import UserError
 from spile.spec.sample import Role
 
 HOW: dict[str, Any] = {"order": "data", "context": True}
@@ -65,9 +65,7 @@ def test_rows_are_mixed_with_those_of_near_samples_only() -> None:
 
 def test_what_needs_the_whole_dataset_is_refused() -> None:
     dataset = spile.open(made(8, "float32", 7))
-    with pytest.raises(SpecError, match="scratch"):
-        dataset.shuffled("residual.0", order="data", scratch="/nowhere")
-    with pytest.raises(SpecError, match="drop_last"):
+    with pytest.raises(UserError, match="drop_last"):
         dataset.shuffled("residual.0", order="data", drop_last=True, part=(0, 2))
     with pytest.raises(UserError, match="after"):
         dataset.shuffled("residual.0", order="data", after=3)

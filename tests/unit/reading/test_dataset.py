@@ -188,7 +188,7 @@ def test_damage_on_the_way_is_never_given_as_data(tmp_path: Path, how: str) -> N
             if not start <= offset < start + len(data):
                 return data
             at = offset - start
-            return data[:at] if how == "short" else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            return data[:at] if how == "short" else bytes([*data[:at], data[at] ^ 4, *data[at + 1 :]])
 
         counting.spoil = spoil
         with pytest.raises((Damaged, StoreError), match="shard_0001"):

@@ -61,7 +61,6 @@ def test_huge_values_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert np.isfinite(found.plane).all()
     assert np.isfinite(found.cosine).all()
     assert np.allclose(np.diag(found.cosine), 1)
-    assert all(np.isfinite(heat.norms).all() for heat in found.heat)
     assert np.isfinite(found.explained).all()
     assert inspect(str(tmp_path / "root"), html=tmp_path / "page.html") == 0
     assert "e+38" in capsys.readouterr().out

@@ -135,14 +135,13 @@ def test_datasets_with_different_tokens_are_refused_with_the_first_difference(tm
 @given(
     window=st.integers(2, 4),
     memory=st.integers(300, 20_000),
-    piece=st.sampled_from([None, 40, 4000]),
     wanted=st.sampled_from([{}, {"exclude": Role.FIRST}, {"tokens": range(700)}, {"max_norm": 3.2}]),
 )
-def test_each_row_comes_after_its_predecessors(window: int, memory: int, piece: int | None, wanted: Any) -> None:
+def test_each_row_comes_after_its_predecessors(window: int, memory: int, wanted: Any) -> None:
     dataset = spile.open(made(8, "float32", 7))
     found = [
         row.tobytes()
-        for batch in dataset.shuffled("residual.0", 64, context=window, memory=memory, piece=piece, **wanted)
+        for batch in dataset.shuffled("residual.0", 64, context=window, memory=memory, **wanted)
         for row in batch
     ]
     reference = []

@@ -61,7 +61,7 @@ def test_what_is_stored_for_a_choice_is_what_is_read_by_it(tmp_path: Path) -> No
     data = [{"messages": chat, "label": number} for number, chat in enumerate(CHATS)]
     spile.extract("embedded", data, tmp_path / "all", taps=["residual.2"])
     everything = spile.open(tmp_path / "all")
-    for choice in ("last-content", "first:3"):
+    for choice in ("last-content", "first:3", "mean"):
         root = tmp_path / choice.replace(":", "")
         spile.extract("embedded", data, root, taps=["residual.2"], positions=choice)
         some = spile.open(root)

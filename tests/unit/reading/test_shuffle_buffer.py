@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
-import signal
+import queue
 import threading
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
@@ -41,7 +38,7 @@ def block(first: int, count: int) -> dict[str, list[Any]]:
 
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=20), capacity=st.integers(1, 50), seed=st.integers(0))
 def test_rows_come_back_as_they_were_put(counts: list[int], capacity: int, seed: int) -> None:
-    buffer, source = ShuffleBuffer(TYPES, capacity, None), np.random.default_rng(seed)
+    buffer, source = ShuffleBuffer(TYPES, capacity), np.random.default_rng(seed)
     held: dict[int, int] = {}
     first = 0
     for count in counts:
@@ -59,31 +56,27 @@ def test_rows_come_back_as_they_were_put(counts: list[int], capacity: int, seed:
             del held[slot]
 
 
-def test_threads_fill_a_buffer_that_grows() -> None:
-    buffer = ShuffleBuffer(TYPES, 8, None)
-    found: dict[int, Any] = {}
+def test_rows_are_taken_while_the_buffer_grows() -> None:
+    buffer = ShuffleBuffer(TYPES, 8)
+    waiting: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
 
-    def fill(number: int) -> None:
-        for step in range(50):
-            first = (number * 50 + step) * 10
-            found[first] = buffer.put(block(first, 10), 10)
+    def fill() -> None:
+        for first in range(0, 3000, 10):
+            waiting.put((first, buffer.put(block(first, 10), 10)))
+        waiting.put(None)
 
-    threads = [threading.Thread(target=fill, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 300
-    assert len({slot for slots in found.values() for slot in slots.tolist()}) == 3000
-    for first, slots in found.items():
-        assert buffer.take(slots)["b"][:, 1].tolist() == list(range(first, first + 10))
-
-
-def test_a_scratch_file_is_gone_at_once(tmp_path: Path) -> None:
-    buffer = ShuffleBuffer(TYPES, 30, str(tmp_path / "made"))
-    slots = buffer.put(block(5, 20), 20)
-    assert buffer.take(slots[::-1])["b"][:, 0].tolist() == list(range(24, 4, -1))
-    assert not list((tmp_path / "made").iterdir())
+    thread = threading.Thread(target=fill)
+    thread.start()
+    held: dict[int, Any] = {}
+    while (found := waiting.get()) is not None:
+        held[found[0]] = found[1]
+        assert len({slot for slots in held.values() for slot in slots.tolist()}) == 10 * len(held)
+        for first, slots in held.items():
+            assert buffer.take(slots)["b"][:, 1].tolist() == list(range(first, first + 10))
+        if len(held) == 30:
+            for first in [*held][::2]:
+                buffer.release(held.pop(first))
+    thread.join()
 
 
 def test_a_kept_batch_is_not_written_over(dataset: Dataset) -> None:
@@ -105,7 +98,7 @@ def test_a_kept_batch_is_not_written_over(dataset: Dataset) -> None:
 def test_rows_that_wait_for_the_next_window_outlive_what_was_left_out(dataset: Dataset) -> None:
     """Batches so small, or selections so strict, that the rows of one come from many windows."""
     for batch, memory in ((2, 9000), (3, 1), (7, 4000)):
-        how: dict[str, Any] = {"memory": memory, "piece": 100, "tokens": range(300)}
+        how: dict[str, Any] = {"memory": memory, "tokens": range(300)}
         found = [row.tobytes() for each in dataset.shuffled("attn.1", batch, **how) for row in each]
         assert sorted(found) == sorted(
             row.tobytes() for row in next(dataset.shuffled("attn.1", 99_999, tokens=range(300)))
@@ -118,7 +111,7 @@ def test_rows_that_wait_for_the_next_window_outlive_what_was_left_out(dataset: D
 def test_an_endless_reader_continues_over_epochs_from_any_stop(
     dataset: Dataset, batch: int, memory: int, part: tuple[int, int]
 ) -> None:
-    how: dict[str, Any] = {"memory": memory, "part": part, "epochs": None, "piece": 100}
+    how: dict[str, Any] = {"memory": memory, "part": part, "epochs": None}
     total = sum(stream.tokens for stream in dataset.streams)
     steps = 2 * total // batch + 2
     with dataset.shuffled("attn.1", batch, **how) as reader:
@@ -138,36 +131,3 @@ def test_a_closed_reader_stops_loading(dataset: Dataset) -> None:
     reader.close()
     assert list(reader) == []
     assert {thread.name for thread in threading.enumerate() if thread.is_alive()} <= before
-
-
-def test_pages_are_dropped_if_the_cache_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import spile.objects.local as disk
-    import spile.store.shard_reader as shard_reader
-
-    produce(open_folder(str(tmp_path)), 45, cut=4)
-    monkeypatch.setattr(shard_reader, "SMALL_SHARD", 0)
-    forget, dropped = disk.MappedFile.forget, []
-
-    def noted(mapped: disk.MappedFile, path: Path, start: int, length: int) -> None:
-        dropped.append(length)
-        forget(mapped, path, start, length)
-
-    monkeypatch.setattr(disk.MappedFile, "forget", noted)
-    wanted = [rows.tobytes() for rows in open_dataset(str(tmp_path)).shuffled("attn.1", 64)]
-    assert not dropped
-    dataset = open_dataset(str(tmp_path))
-    assert [rows.tobytes() for rows in dataset.shuffled("attn.1", 64, page_cache=False)] == wanted
-    assert sum(dropped) == sum(stream.tokens for stream in dataset.streams) * 8 * 2
-
-
-def test_a_scratch_folder_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Otherwise the process ends with SIGBUS when the disk is full. A limit on the size of files stands for it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        with pytest.raises(StoreError, match=r"^cannot write to scratch='.*': found File too large. Use a folder"):
-            ShuffleBuffer(TYPES, 100_000, str(tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)

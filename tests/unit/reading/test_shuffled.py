@@ -12,6 +12,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 
 from spile.errors import Damaged, UserError
 from spile.objects import Folder, open_folder
+from spile.reading import shuffle
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.rows import SampleRef
-from spile.reading.shuffle import ShuffleBuffer
-from spile.reading.shuffle_order import Position
+from spile.reading.shuffle import Position
 from spile.spec.sample import Role, Sample
 from spile.store.stream import join_run, join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
@@ -93,8 +94,7 @@ def selected(dataset: Dataset, wanted: dict[str, Any]) -> Counter[bytes]:
     epochs=st.integers(1, 2),
     wanted=st.sampled_from(CHOICES),
     stop=st.integers(0, 40),
-    scratch=st.booleans(),
-    piece=st.sampled_from([None, 100]),
+    smallest=st.sampled_from([64, 3]),
 )
 @settings(suppress_health_check=[HealthCheck.too_slow])
 def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
@@ -106,23 +106,21 @@ def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
     epochs: int,
     wanted: dict[str, Any],
     stop: int,
-    scratch: bool,
-    piece: int | None,
+    smallest: int,
 ) -> None:
     dataset = made(cut=cut)
-    place = tempfile.gettempdir() if scratch else None
     found: Counter[bytes] = Counter()
-    for part in range(parts):
-        how = {"seed": seed, "memory": memory, "part": (part, parts), "epochs": epochs, "scratch": place, **wanted}
-        how["piece"] = piece
-        whole = [batch.copy() for batch in dataset.shuffled("attn.1", batch, **how)]
-        first = dataset.shuffled("attn.1", batch, **how)
-        begun = list(islice(first, stop))
-        state = json.loads(json.dumps(first.state()))
-        rest = list(dataset.shuffled("attn.1", batch, **how, state=state))
-        assert [each.tobytes() for each in begun + rest] == [each.tobytes() for each in whole]
-        assert all(0 < len(each) <= batch for each in whole)
-        found.update(rows(whole))
+    with patch.object(shuffle, "_SMALLEST_PART", smallest):
+        for part in range(parts):
+            how = {"seed": seed, "memory": memory, "part": (part, parts), "epochs": epochs, **wanted}
+            whole = [batch.copy() for batch in dataset.shuffled("attn.1", batch, **how)]
+            first = dataset.shuffled("attn.1", batch, **how)
+            begun = list(islice(first, stop))
+            state = json.loads(json.dumps(first.state()))
+            rest = list(dataset.shuffled("attn.1", batch, **how, state=state))
+            assert [each.tobytes() for each in begun + rest] == [each.tobytes() for each in whole]
+            assert all(0 < len(each) <= batch for each in whole)
+            found.update(rows(whole))
     assert found == Counter({row: count * epochs for row, count in selected(dataset, wanted).items()})
 
 
@@ -206,8 +204,8 @@ def test_it_reads_from_disks_and_buckets_alike(folder: Folder) -> None:
     assert found == rows(local.shuffled("residual.0", 100, memory=4000, seed=5, streams=[0]))
 
 
-@pytest.mark.parametrize(("d", "piece"), [(64, None), (48, None), (48, 5000)])
-def test_blocks_of_large_shards(tmp_path: Path, d: int, piece: int | None) -> None:
+@pytest.mark.parametrize(("d", "memory"), [(64, 4 << 20), (48, 4 << 20), (48, 1 << 19)])
+def test_blocks_of_large_shards(tmp_path: Path, d: int, memory: int) -> None:
     """Blocks that end with chunks, blocks that do not, and small ones; all are checked."""
     root, run = open_folder(str(tmp_path)), run_identity(d_model=d)
     join_run(root, run)
@@ -218,7 +216,7 @@ def test_blocks_of_large_shards(tmp_path: Path, d: int, piece: int | None) -> No
         builder.write(tap, 0, np.concatenate([rows_of(sample, tap, d=d) for sample in samples]))
     store.commit([builder.finish()], [])
     dataset = open_dataset(root)
-    how: dict[str, Any] = {"memory": 4 << 20 if piece is None else 1 << 19, "piece": piece}
+    how: dict[str, Any] = {"memory": memory}
     found = rows(dataset.shuffled("residual.1", 3000, part=(0, 2), **how))
     found += rows(dataset.shuffled("residual.1", 3000, part=(1, 2), **how))
     assert sorted(found) == sorted(rows(dataset.rows("residual.1")))
@@ -247,44 +245,25 @@ def test_what_a_caller_gets_wrong() -> None:
         dataset.shuffled("attn.1", 64, seed=7, state=state)
 
 
-def test_a_scratch_disk_is_written_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And gives the rows in the order of a permutation in memory."""
-    dataset, put = made(cut=4), ShuffleBuffer.put
-    seen: list[int] = []
-
-    def watched(buffer: ShuffleBuffer, rows: Any, count: int) -> Any:
-        slots = put(buffer, rows, count)
-        assert (np.diff(slots) == 1).all()
-        seen.append(count)
-        return slots
-
-    wanted = rows(dataset.shuffled("attn.1", 64, epochs=2))
-    parts = [rows(dataset.shuffled("attn.1", 64, part=(k, 2))) for k in range(2)]
-    monkeypatch.setattr(ShuffleBuffer, "put", watched)
-    assert rows(dataset.shuffled("attn.1", 64, epochs=2, memory=4000, scratch=str(tmp_path))) == wanted
-    assert seen
-    seconds = [rows(dataset.shuffled("attn.1", 64, part=(k, 2), memory=4000, scratch=str(tmp_path))) for k in range(2)]
-    assert sorted(seconds[0] + seconds[1]) == sorted(parts[0] + parts[1])
-
-
 def test_its_quality_is_reported() -> None:
     dataset = made(cut=4)
     assert dataset.shuffled("attn.1").quality == "a full permutation"
     assert "one of 3" in dataset.shuffled("attn.1", part=(0, 3)).quality
     samples = len(dataset.samples)
     assert f"two levels: {samples} blocks of one sample" in dataset.shuffled("attn.1", memory=4000).quality
-    assert f"{2 * samples} blocks of 1/2 of a sample" in dataset.shuffled("attn.1", memory=4000, piece=200).quality
 
 
-def test_small_pieces_take_documents_apart() -> None:
-    """With pieces as large as shards an epoch's first half has few samples; with small ones it has nearly all."""
+def test_small_parts_take_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With whole samples an epoch's first half has some of the samples; with small parts it has nearly all."""
     dataset = made(400)
     total = sum(stream.tokens for stream in dataset.streams)
-    for piece, least, most in ((None, 0.4, 0.8), (64, 0.9, 1.0)):
-        reader = dataset.shuffled("attn.1", total // 2, memory=8000, piece=piece, context=True)
+    for smallest, least, most in ((64, 0.4, 0.8), (4, 0.9, 1.0)):
+        monkeypatch.setattr(shuffle, "_SMALLEST_PART", smallest)
+        reader = dataset.shuffled("attn.1", total // 2, memory=8000, context=True)
+        assert ("of a sample" in reader.quality) == (smallest == 4)
         first = next(reader)
         seen = len(set(zip(first.streams.tolist(), first.samples.tolist(), strict=True))) / len(dataset.samples)
-        assert least < seen <= most, (piece, seen)
+        assert least < seen <= most, (smallest, seen)
 
 
 def test_the_order_does_not_depend_on_width_dtype_or_shards(tmp_path: Path) -> None:

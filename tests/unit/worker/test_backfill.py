@@ -103,7 +103,7 @@ def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest
         assert np.array_equal(batch.rows["mlp.2"][number], wanted[key][1])
     rows = np.concatenate(list(dataset.rows("mlp.2", 5)))
     monkeypatch.setattr("spile.store.shard_reader.SMALL_SHARD", 0)
-    small = np.concatenate(list(dataset.shuffled("mlp.2", 10_000, memory=100, piece=rows[0].nbytes)))
+    small = np.concatenate(list(dataset.shuffled("mlp.2", 10_000, memory=100)))
     assert sorted(row.tobytes() for row in small) == sorted(row.tobytes() for row in rows)
     assert dataset.stats("mlp.2").count == len(rows) == len(wanted)
     np.testing.assert_allclose(dataset.stats("mlp.2").mean, rows.astype(np.float64).mean(0))

@@ -14,7 +14,7 @@ import pytest
 
 import spile
 from spile.errors import SpecError, UserError
-from spile.reading.shuffle_order import DataPlan, ShuffleSpec
+from spile.reading.shuffle import ShufflePlan
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.worker.streaming import ActivationStream, Feed
@@ -155,7 +155,7 @@ def test_errors_of_the_data_and_of_the_arguments_reach_the_caller(stream: Activa
 
 
 def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> None:
-    plan = DataPlan(ShuffleSpec(buffer_rows=300))
+    plan = ShufflePlan(buffer_rows=300, order="data")
     feed = Feed(plan, lambda _sample: None)
     samples = [each for each in feed.watch(items(60), 0, Ranges()) if isinstance(each, Sample)]
     total, most = sum(sample.rows for sample in samples), 0
