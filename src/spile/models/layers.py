@@ -96,6 +96,22 @@ def as_stored(x: Array, dtype: str) -> Array:
     return encode(x, dtype) if dtype in SCALED else x.astype(dtype)
 
 
+def sample_means(x: Array, positions: Array, segments: Array, last: Array) -> Array:
+    """Return the mean row of each sample, in float32.
+
+    Args:
+        x: Rows ``[tokens, width]``, sample after sample, with padding anywhere between them.
+        positions: The position of each token in its sample.
+        segments: 0 for padding.
+        last: The places of the last tokens of the samples, in order; other places may follow.
+
+    """
+    real = segments > 0
+    owner = jnp.where(real, jnp.cumsum(real & (positions == 0)) - 1, len(last))  # a sum beyond the end is dropped
+    sums = jax.ops.segment_sum(x.astype(jnp.float32), owner, num_segments=len(last))
+    return sums / (positions[last][:, None] + 1)
+
+
 def finite_rows(rows: Array) -> Array:
     """Return whether each row from :func:`as_stored` is finite; the scale of an encoded row is NaN if not."""
     if rows.dtype == jnp.int8:

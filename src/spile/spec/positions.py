@@ -1,4 +1,4 @@
-"""The choice of the tokens whose rows are stored: ``all``, ``last``, ``last-content``, ``first:8``, ``answer`` …"""
+"""The choice of the rows that are stored: of ``all`` tokens, ``last``, ``first:8``, ``answer`` …, or their ``mean``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from spile.errors import SpecError
 from spile.spec.sample import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     import numpy.typing as npt
 
-ALL, LAST, LAST_CONTENT, ANSWER = "all", "last", "last-content", "answer"
+    from spile.spec.taps import Tap
+
+ALL, LAST, LAST_CONTENT, ANSWER, MEAN = "all", "last", "last-content", "answer", "mean"
 _COUNTED = re.compile(r"(first|random):([1-9]\d{0,6})")
 
 
@@ -24,9 +28,17 @@ def counted_choice(text: str) -> tuple[str, int] | None:
 
 def check_positions(text: str) -> None:
     """Raise :class:`SpecError` if the text is not a valid choice of positions."""
-    if text not in (ALL, LAST, LAST_CONTENT, ANSWER) and counted_choice(text) is None:
-        expected = "all, last, last-content, answer, first:N or random:N, such as random:32"
+    if text not in (ALL, LAST, LAST_CONTENT, ANSWER, MEAN) and counted_choice(text) is None:
+        expected = "all, last, last-content, mean, answer, first:N or random:N, such as random:32"
         raise SpecError("--positions", expected=expected, found=repr(text))
+
+
+def refuse_mean_of_ids(text: str, taps: Iterable[Tap]) -> None:
+    """Raise :class:`SpecError` if the choice is a mean and the rows of a tap are ids."""
+    ids = [str(tap) for tap in taps if tap.stored_as("float32", 1) == "int32"]
+    if text == MEAN and ids:
+        found = f"{', '.join(ids[:3])}, whose rows are ids"
+        raise SpecError("--positions mean", expected="taps of numbers", found=found, fix="leave these taps out")
 
 
 _ANSWERS = Role.ANSWER | Role.ASSISTANT
@@ -51,7 +63,7 @@ def last_content(roles: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
 def choose_positions(
     text: str, seed: int, index: int, roles: npt.NDArray[np.uint8], first: int = 0, stop: int | None = None
 ) -> npt.NDArray[np.int32] | None:
-    """Return the sorted positions of sample ``index`` that are stored, or None for all.
+    """Return the sorted positions of sample ``index`` that are stored, or None for all. A mean is at the last token.
 
     Only positions from ``first`` to ``stop`` have rows. The choice depends only on the seed, the sample's number and
     its length, so a sample that is computed again on another machine has the same positions.
@@ -61,7 +73,7 @@ def choose_positions(
     import numpy as np
 
     there = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
-    if text == LAST:
+    if text in (LAST, MEAN):
         return there[-1:]
     if text == LAST_CONTENT:
         return there[last_content(roles[there])]

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
 from spile.spec.options import OPTION, CommandName, Group, Option, checked, names, one_of, option, toml, within
-from spile.spec.positions import ALL, ANSWER, check_positions
+from spile.spec.positions import ALL, ANSWER, MEAN, check_positions, refuse_mean_of_ids
 from spile.spec.taps import (
     ATTENTION_TOP,
     TOP,
@@ -386,7 +386,8 @@ class RunSpec:
     )
     positions: str = option(
         ALL,
-        "The tokens whose activations are stored: all, last, last-content, first:8, answer, or random:32.",
+        "The tokens whose activations are stored: all, last, last-content, first:8, answer, or random:32. mean stores "
+        "one row per sample, the mean over its tokens.",
         "Output",
         identity=True,
         common=("extract",),
@@ -475,10 +476,14 @@ class RunSpec:
                 expected="--capture both or answer",
                 found=f"--capture {self.generation.capture}",
             )
+        if self.positions == MEAN and self.generation is not None:
+            fix = "store all tokens and pool them when reading, or run spile extract on the answers"
+            raise SpecError("--positions mean", expected="spile extract", found="spile infer", fix=fix)
 
     def selected_taps(self, n_layers: int) -> tuple[Tap, ...]:
         """Return the taps of a model with ``n_layers`` layers, in the order in which they are stored."""
         taps = select_taps(self.taps, self.layers, n_layers, self.heads, self.top_k, self.attention_top)
+        refuse_mean_of_ids(self.positions, taps)
         return taps if self.gradients == "none" else with_gradients(taps)
 
     def for_stream(self, stream: int) -> RunSpec:

@@ -21,7 +21,7 @@ from spile.objects import Folder, open_folder
 from spile.objects.preflight import preflight
 from spile.spec.identity import RunIdentity
 from spile.spec.phase import Phase
-from spile.spec.positions import ALL
+from spile.spec.positions import ALL, refuse_mean_of_ids
 from spile.spec.ranges import Ranges
 from spile.spec.records import known_fields
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
@@ -148,6 +148,7 @@ def dataset_model(spec: BackfillSpec, run: RunIdentity, root: Folder) -> tuple[M
     )
     files, backend = find_model(again, run, root.url)
     use_device(spec.device, backend)
+    refuse_mean_of_ids(run.positions, spec.taps)
     beyond = [str(tap) for tap in spec.taps if (tap.layer or 0) >= files.config.n_layers]
     if beyond:
         raise SpecError(

@@ -28,12 +28,12 @@ from spile.errors import Failure
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
 from spile.models.decoder import Edit, Steering, forward, head_needed, layers_needed
-from spile.models.layers import as_stored, finite_rows
+from spile.models.layers import as_stored, finite_rows, sample_means
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, tap_groups
 from spile.models.weights import load
 from spile.spec.phase import Phase
-from spile.spec.positions import ALL
+from spile.spec.positions import ALL, MEAN
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
@@ -47,6 +47,9 @@ _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 """With cuBLAS alone, the first program of a dense model takes 3.6 s to compile on an H200 instead of 5.4 s, and it runs
 at the same rate."""
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+"""On a CPU, XLA computes 16-bit numbers in float32. It would convert the weights of all layers before their scan,
+which takes twice the memory of the weights; without this pass it converts those of one layer at a time."""
 _POLL = 0.1
 """Seconds between checks whether a wait for a program is given up."""
 
@@ -114,7 +117,7 @@ class DeviceProducer(Producer):
         attention: str,
         dtype: str,
         block: int = 0,
-        some_rows: bool = False,
+        positions: str = ALL,
         progress: Progress | None = None,
         runs: Sequence[LayerRun] | None = None,
         edits: Sequence[tuple[Tap, Edit]] = (),
@@ -146,8 +149,7 @@ class DeviceProducer(Producer):
         """The sharding of rows that are sent to the host: ``[taps of a group, groups, rows, width]``."""
         if platform in ("gpu", "tpu"):
             self.host_sharding = self.host_sharding.with_memory_kind("pinned_host")
-        self._some_rows = some_rows
-        """Whether ``--positions`` selects rows."""
+        self._positions = positions
         self._block = block if self.host_sharding.memory_kind == "pinned_host" else 0
 
     @property
@@ -201,7 +203,7 @@ class DeviceProducer(Producer):
         """
         rows, length = batch.shape
         block = max(self._block, rows * length)
-        if self._some_rows:
+        if self._positions != ALL:
             stored = max((sum(sample.rows for sample in batch.of(g)) for g in range(len(batch.groups))), default=0)
             block = min((block // part for part in _BLOCK_PARTS if block // part >= stored), default=block)
         return rows, length, max(1, block)
@@ -227,8 +229,12 @@ class DeviceProducer(Producer):
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
         with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
-            dense_on_gpu = self.mesh.devices.flat[0].platform == "gpu" and self.config.experts is None
-            return self._lower(shape).compile(_GPU_OPTIONS if dense_on_gpu else None)
+            platform, options = self.mesh.devices.flat[0].platform, None
+            if platform == "gpu" and self.config.experts is None:
+                options = _GPU_OPTIONS
+            elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
+                options = _CPU_OPTIONS
+            return self._lower(shape).compile(options)
 
     def _lower(self, shape: _Shape) -> jax.stages.Lowered:
         rows, length, block = shape
@@ -238,15 +244,21 @@ class DeviceProducer(Producer):
 
     def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Compute a batch: this is the compiled program."""
+        info = batch.reshape(self.groups, -1, 3, batch.shape[-1]).swapaxes(1, 2).reshape(self.groups, 3, -1)
         alone = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
         coming = set(alone)
 
         def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
             coming.discard(tap)
             kind = tap.stored_as(self._store_dtype, x.shape[-1])
-            x = x if kind in SCALED else x.astype(kind)  # before it is moved, because that makes it smaller
+            mean = self._positions == MEAN
+            x = x if mean or kind in SCALED else x.astype(kind)  # before it is moved, because that makes it smaller
             x = jax.lax.with_sharding_constraint(x.reshape(self.groups, -1, x.shape[-1]), self.groups_sharding)
-            x = as_stored(jax.vmap(lambda rows, places: rows[places])(x, index), kind)
+            if mean:
+                x = jax.vmap(sample_means)(x, info[:, 1], info[:, 2], index)
+            else:
+                x = jax.vmap(lambda rows, places: rows[places])(x, index)
+            x = as_stored(x, kind)
             finite = finite_rows(x).all(axis=1)
             if tap not in alone:
                 return x, finite
@@ -419,7 +431,7 @@ def place_model(
         attention=choose(config, mesh.devices.flat[0].platform, dtype, taps),
         dtype=dtype,
         block=sizes.batch_tokens,
-        some_rows=spec.positions != ALL,
+        positions=spec.positions,
         progress=progress,
         runs=runs,
     )

@@ -18,13 +18,13 @@ from spile.errors import DataError, ModelError
 from spile.models.attention import choose
 from spile.models.decoder import Steering, forward, head_needed, layers_needed
 from spile.models.experts import choose_mixture
-from spile.models.layers import as_stored
+from spile.models.layers import as_stored, sample_means
 from spile.models.model_files import ModelFiles
 from spile.models.params import Params, choose_runs, tap_groups
 from spile.models.weights import load
 from spile.objects import open_folder
 from spile.spec.identity import RunIdentity
-from spile.spec.positions import ALL
+from spile.spec.positions import ALL, MEAN
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALE_BYTES, Tap, TapRows
@@ -76,6 +76,7 @@ class _Recomputer:
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
         self._files, self._dtype, self._steering = files, run.dtype, steering_of_run(run, files.config)
+        self._mean = run.positions == MEAN
         self._platform = jax.default_backend()
         self._model: _TappedModel | None = None
         self._plan: BatchPlan | None = None
@@ -88,7 +89,9 @@ class _Recomputer:
             return
         check_tokens(samples, self._files.config.vocab_size)
         if self._model is None or self._model.taps != tuple(taps):
-            self._model = _TappedModel(self._files, self._dtype, tuple(taps), self._platform, self._steering)
+            self._model = _TappedModel(
+                self._files, self._dtype, tuple(taps), self._platform, self._steering, mean=self._mean
+            )
         self._plan = self._one_shape(samples, taps)
         length = self._plan.row_length(self._plan.longest)
         shape = self._plan.rows(length), length
@@ -119,9 +122,17 @@ class _TappedModel:
     """A model's weights on the device and the programs that compute some taps with them."""
 
     def __init__(
-        self, files: ModelFiles, dtype: str, taps: tuple[TapRows, ...], platform: str, steering: Steering | None
+        self,
+        files: ModelFiles,
+        dtype: str,
+        taps: tuple[TapRows, ...],
+        platform: str,
+        steering: Steering | None,
+        *,
+        mean: bool = False,
     ) -> None:
         self.taps, self._dtype, self._platform, self._config = taps, dtype, platform, files.config
+        self._mean = mean
         self._chosen = tuple(Tap.parse(tap.name) for tap in taps)
         layers = layers_needed(self._chosen, files.config.n_layers)
         self._runs = choose_runs(files.config, self._chosen, layers, 4)
@@ -157,11 +168,17 @@ class _TappedModel:
 
     def _lower(self, dtype: str, params: Params, inputs: Any) -> jax.stages.Lowered:
         def rows_of(params: Params, batch: jax.Array, places: jax.Array) -> tuple[jax.Array, ...]:
+            def keep(_: Tap, x: jax.Array) -> jax.Array:
+                flat = x.reshape(-1, x.shape[-1])
+                if not self._mean:
+                    return flat[places]
+                return sample_means(flat, batch[:, 1].reshape(-1), batch[:, 2].reshape(-1), places)
+
             return forward(
                 params, *(batch[:, part] for part in range(3)), config=self._config, taps=self._chosen,
                 attention=choose(self._config, self._platform, dtype, self._chosen),
                 mixture=choose_mixture(self._platform),
-                keep=lambda _, x: x.reshape(-1, x.shape[-1])[places], runs=self._runs,
+                keep=keep, runs=self._runs,
             )  # fmt: skip
 
         return jax.jit(rows_of).lower(params, *inputs)
@@ -234,7 +251,7 @@ class _TorchRecomputer:
     """Computes samples with the PyTorch model in the run's dtype and in float32."""
 
     def __init__(self, files: ModelFiles, run: RunIdentity) -> None:
-        self._dtype = run.dtype
+        self._dtype, self._positions = run.dtype, run.positions
         (self._model,) = place_replicas(load_model(files, run.dtype), torch_devices()[:1])
         self._wide = self._model if run.dtype == "float32" else copy.deepcopy(self._model).float()
 
@@ -244,8 +261,9 @@ class _TorchRecomputer:
         """Yield the distances of each sample, as :class:`spile.store.recomputation.Recompute` describes."""
         chosen = [Tap.parse(tap.name) for tap in taps]
         tokens = max(_BATCH_TOKENS["cpu"], *map(len, samples)) if samples else 0
-        wide = TorchProducer([self._wide], chosen, store_dtype="float32", dtype="float32", most_tokens=tokens)
-        own = TorchProducer([self._model], chosen, store_dtype="float32", dtype=self._dtype, most_tokens=tokens)
+        same: dict[str, Any] = {"store_dtype": "float32", "most_tokens": tokens, "positions": self._positions}
+        wide = TorchProducer([self._wide], chosen, dtype="float32", **same)
+        own = TorchProducer([self._model], chosen, dtype=self._dtype, **same)
         for batch in wide.split(samples):
             reference = dict(wide.rows(batch))
             with _changed_embeddings(self._model, variant, _CHANGE[self._dtype]):

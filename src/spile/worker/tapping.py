@@ -27,7 +27,7 @@ from spile.models.weights import load
 from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
-from spile.spec.positions import choose_positions
+from spile.spec.positions import MEAN, choose_positions
 from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
@@ -236,6 +236,9 @@ class Model:
                 expected=f"one of {', '.join(TapOptions.__annotations__)}",
                 found="an option of spile.load or spile.extract, which has no effect here",
             )
+        if spec.positions == MEAN:
+            fix = 'use acts.numpy(tap, positions="mean") on the result'
+            raise SpecError("positions", expected="a choice of tokens", found="'mean'", fix=fix)
         if learned is not None and spec.data.max_seq_length > learned:
             expected = f"at most {learned}, the positions that {self.name} has learned"
             raise SpecError("--max-seq-length", expected=expected, found=spec.data.max_seq_length)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from spile.errors import Failure, SpecError
 from spile.models.generation import Sampling, choose_tokens
 from spile.models.model_files import ModelFiles
+from spile.spec.positions import ALL, MEAN
 from spile.spec.run import ExtractSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
@@ -56,7 +57,9 @@ def torch_producer(
 ) -> TorchProducer:
     """Return the producer of ``extract`` in PyTorch."""
     models = torch_models(files, spec, progress)
-    return TorchProducer(models, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens)
+    return TorchProducer(
+        models, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens, positions=spec.positions
+    )
 
 
 def torch_device_names(model: Any, replicas: int) -> str:
@@ -76,11 +79,18 @@ class TorchProducer(Producer):
     """
 
     def __init__(
-        self, replicas: Sequence[Any], taps: Sequence[Tap], *, store_dtype: str, dtype: str, most_tokens: int
+        self,
+        replicas: Sequence[Any],
+        taps: Sequence[Tap],
+        *,
+        store_dtype: str,
+        dtype: str,
+        most_tokens: int,
+        positions: str = ALL,
     ) -> None:
         self._hooks = [Hooks(model, taps) for model in replicas]
         self._model, self._taps, self._dtype = replicas[0], tuple(taps), dtype
-        self._store_dtype, self._most = store_dtype, most_tokens
+        self._store_dtype, self._most, self._mean = store_dtype, most_tokens, positions == MEAN
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._padded = padding_is_safe(self._model)
         self._pool = ThreadPoolExecutor(len(replicas), "spile-torch")
@@ -125,11 +135,16 @@ class TorchProducer(Producer):
         follows = torch.nn.functional.pad(given[1][:, 1:], (0, 1)).bool()
         try:
             drawn = hooks.run(given[0], given[1], follows)
+            if self._mean:
+                drawn = {tap: _masked_mean(value, given[1]) for tap, value in drawn.items()}
             arrays = [copy_rows(tap, drawn[tap], self._store_dtype) for tap in self._taps]
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory("the device's memory ran out") from error
         for row, sample in enumerate(samples):
-            yield sample.index, [sample.of_rows(array[row, : len(sample)]) for array in arrays]
+            yield (
+                sample.index,
+                [array[row] if self._mean else sample.of_rows(array[row, : len(sample)]) for array in arrays],
+            )
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """Return the rows of a batch, sample after sample; refuse NaN and infinity."""
@@ -142,6 +157,12 @@ class TorchProducer(Producer):
             ]
             for number, tap in enumerate(self._taps)
         ]
+
+
+def _masked_mean(value: Any, mask: Any) -> Any:
+    """Return the mean over the tokens ``[rows, seq, width]`` that the mask marks, in float32: ``[rows, 1, width]``."""
+    rows = value.float().masked_fill(mask[..., None].to(value.device) == 0, 0)
+    return rows.sum(1, keepdim=True) / mask.sum(1).to(value.device)[:, None, None]
 
 
 def copy_rows(tap: Tap, value: Any, store_dtype: str) -> Rows:

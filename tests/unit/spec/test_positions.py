@@ -71,9 +71,11 @@ def test_the_others() -> None:
     assert set(choose_positions("random:9", 0, 0, some, 2, 5).tolist()) == {2, 3, 4}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("text", ["first", "first:0", "mean", "random", "random:0", "random:-1", "", "last:3"])
+@pytest.mark.parametrize("text", ["first", "first:0", "mean:2", "random", "random:0", "random:-1", "", "last:3"])
 def test_what_names_no_positions_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="--positions: expected all, last, last-content, answer, first:N or random:N"):
+    with pytest.raises(
+        SpecError, match="--positions: expected all, last, last-content, mean, answer, first:N or random:N"
+    ):
         check_positions(text)
     with pytest.raises(SpecError, match="--positions"):
         ExtractSpec(positions=text)

@@ -101,7 +101,7 @@ def test_only_the_selected_rows_leave_the_device(producer: DeviceProducer, param
         mesh=make_mesh((1, 1)),
         attention="xla",
         dtype="float32",
-        some_rows=True,
+        positions="last",
     )
 
     def last(sample: Sample) -> Sample:
@@ -140,6 +140,18 @@ def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, .
     broken = made(runs, float("inf"))
     with pytest.raises(Failure, match=f"NaN or infinity at {', '.join(map(str, taps[: len(sites)]))}: expected finite"):
         broken.fetch(broken.start(BATCH))
+
+
+def test_a_cpu_does_not_convert_the_weights_of_all_layers_at_once() -> None:
+    taps = select_taps(("residual",), None, FILES.config.n_layers)
+    runs = (LayerRun(0, 1, FILES.config.n_layers),)
+    params = load(FILES, "bfloat16", runs=runs)
+    mesh = make_mesh((1, 1))
+    more = {"store_dtype": "bfloat16", "attention": "xla", "dtype": "bfloat16"}
+    made = DeviceProducer(params, FILES.config, taps, mesh=mesh, runs=runs, **more)  # type: ignore[arg-type]
+    stacked = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers))
+    assert made.compile((1, 16, 16)).memory_analysis().temp_size_in_bytes < stacked
+    made.close()
 
 
 def test_tokens_beyond_the_vocabulary_are_refused_before_anything_runs(producer: DeviceProducer) -> None:

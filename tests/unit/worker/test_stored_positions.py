@@ -12,6 +12,7 @@ import pytest
 
 import spile
 from spile.cli.main import main
+from spile.cli.program import run
 from spile.errors import RunMismatch, SpecError
 from spile.objects import open_folder
 from spile.planning.forecast import plan
@@ -135,6 +136,55 @@ def spec(folder: Path, output: str, positions: str, data: str = "texts", **more:
     return ExtractSpec(data=where, output=out, layers=(0, 2), store_dtype="float32", positions=positions, **more)  # type: ignore[arg-type]
 
 
+def check_means(whole: str, root: str) -> None:
+    everything, means = spile.open(whole), spile.open(root)
+    for index in range(6):
+        ours, theirs = means.sample(0, index), everything.sample(0, index)
+        assert ours.positions.tolist() == [len(theirs) - 1]
+        assert np.array_equal(ours.context, theirs.tokens)
+        for tap in ("residual.0", "residual.2"):
+            expected = theirs.rows(tap).mean(axis=0, keepdims=True)
+            np.testing.assert_allclose(ours.rows(tap), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_is_that_of_a_whole_run(made: Path) -> None:
+    run_stream(spec(made, "mean", "mean"))
+    out = str(made / "mean")
+    check_means(str(made / "all"), out)
+    assert run(["extract", "--add-taps", "mlp.1", "--to", out]) == 0
+    report = verify(out, recompute=recomputer(out), k=6)
+    assert report.ok, report.all_problems
+    assert report.recomputed is not None
+    assert set(report.recomputed.taps) == {"residual.0", "residual.2", "mlp.1"}
+
+
+@pytest.mark.torch
+def test_a_mean_is_that_of_transformers(made: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModel
+
+    run_stream(spec(made, "torch-mean", "mean", backend="torch"))
+    out = str(made / "torch-mean")
+    check_means(str(made / "all"), out)
+    assert verify(out, recompute=recomputer(out), k=3).ok
+    folder = Path(spile.__file__).parent / "models" / "embedded"
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for sample in spile.open(out):
+            hidden = model(torch.from_numpy(sample.context).long()[None], output_hidden_states=True).hidden_states
+            expected = hidden[3].mean(dim=1).numpy()
+            np.testing.assert_allclose(sample.rows("residual.2"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mean_is_refused_where_it_makes_no_sense(made: Path) -> None:
+    with pytest.raises(SpecError, match=r"--positions mean: expected taps of numbers, found pattern_ids\.0"):
+        spec(made, "ids", "mean", taps=("pattern",)).selected_taps(4)
+    with pytest.raises(SpecError, match="expected spile extract, found spile infer"):
+        spec(made, "answers", "mean", generation=GenerationSpec(max_new_tokens=3))
+    with pytest.raises(SpecError, match=r'acts\.numpy\(tap, positions="mean"\)'):
+        spile.tap("embedded", ["a b"], taps=["residual.0"], positions="mean")
+
+
 @pytest.mark.parametrize("positions", [pytest.param("last", marks=pytest.mark.slow), "random:4"])
 def test_a_model_s_rows_are_those_of_a_whole_run(made: Path, positions: str) -> None:
     name = positions.replace(":", "-")
@@ -219,4 +269,4 @@ def test_the_command(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code(["plan", *words, "--topology", "v5litepod-8", "--no-compile"]) == 0
     assert "rows of 6 tokens (--positions last)" in " ".join(capsys.readouterr().out.split())
     assert code(["extract", *words[:-4], "--positions", "first", "--output", str(made / "bad")]) == 2
-    assert "--positions: expected all, last, last-content, answer, first:N or random:N" in capsys.readouterr().err
+    assert "--positions: expected all, last, last-content, mean, answer, first:N or random:N" in capsys.readouterr().err
