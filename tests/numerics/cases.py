@@ -283,13 +283,13 @@ CASES: dict[str, dict[str, Any]] = {name: {**_SIZES, **about} for name, about in
 FIRST_SITES = tuple(_DIFFERENCES)
 """Cases of residual, attn and mlp. Those of every site are in test_packed_rows, whole rows among them."""
 _SECOND = ("gemma2-no-caps", "gemma3-new", "phi3-window", "gpt2-unscaled", "gpt-neox-serial", "qwen3-moe-mixed")
-LIVE = [pytest.param(case, marks=pytest.mark.slow) if case in _SECOND else case for case in CASES]
-"""A family's second case differs from its golden only in its tokens: computed live where there is time."""
 _COVERED = (
     *("qwen2-window", "qwen2-window-off", "qwen3-tied-bias", "llama-3-new", "llama-biases", "llama-gelu"),
     *("mistral-full", "qwen2-sites", "mistral-sites", "gemma2-no-caps", "gemma3-new", "qwen3-moe"),
     "phi3-longrope-short",
 )
+LIVE = [pytest.param(case, marks=pytest.mark.slow) if case in (*_SECOND, *_COVERED) else case for case in CASES]
+"""Computed live; where there is time, also second cases of a family and those whose parts other cases have."""
 EACH_OPTION = [pytest.param(case, marks=pytest.mark.slow) if case in _COVERED else case for case in CASES]
 """Every option of a block at least once; cases whose options other cases have too are slow."""
 

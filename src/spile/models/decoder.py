@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -205,6 +205,16 @@ class TapCollector:
             if (tap.site, tap.layer) == (site, layer) and tap not in self.kept:
                 self.kept[tap] = self.keep(tap, _row(value, tap))
 
+    def kind(self, layer: int) -> tuple[frozenset[Site], int, tuple[tuple[Tap, _EditRows], ...]]:
+        """Return the sites to collect in a layer, the number of attention weights per head, and the edits."""
+        sites = frozenset(tap.site for tap in self.taps if tap.layer == layer)
+        return sites, pattern_top(self.taps, layer), tuple(edit for edit in self.edits if edit[0].layer == layer)
+
+    def collect_all(self, layer: int, found: Mapping[Site, Array]) -> None:
+        """Keep the values that :class:`LayerTaps` found in a layer."""
+        for site, value in found.items():
+            self.collect(layer, site, value)
+
     def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
         """Add values that were collected elsewhere."""
         self.kept.update(zip(taps, kept, strict=True))
@@ -212,6 +222,22 @@ class TapCollector:
     def all(self) -> tuple[Any, ...]:
         """Return the values in the order of the taps."""
         return tuple(self.kept[tap] for tap in self.taps)
+
+
+class LayerTaps:
+    """Edits the values of one layer, and collects those of some sites; it depends on no layer number."""
+
+    def __init__(self, sites: frozenset[Site], edits: Sequence[tuple[Tap, _EditRows]]) -> None:
+        self.sites, self.edits = sites, edits
+        self.found: dict[Site, Array] = {}
+
+    def look(self, site: Site, value: Array) -> Array:
+        """Return the value after the edits."""
+        for tap, edit in self.edits:
+            value = _edited(value, tap, edit) if tap.site == site else value
+        if site in self.sites:
+            self.found[site] = value
+        return value
 
 
 def _row(value: Array, tap: Tap) -> Array:
@@ -382,22 +408,15 @@ class _Layers:
         """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
         def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array) -> Any:
-            found: dict[Site, Array] = {}
+            here = LayerTaps(sites, edits)
             how = Scoring(window, self._config.attention_softcap, layer.sinks)
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 if top:
-                    self._report_pattern(q, k, segments, how, top, look)
+                    self._report_pattern(q, k, segments, how, top, here.look)
                 return self._attention(q, k, v, segments, how)
 
-            def look(site: Site, value: Array) -> Array:
-                for tap, edit in edits:
-                    value = _edited(value, tap, edit) if tap.site == site else value
-                if site in sites:
-                    found[site] = value
-                return value
-
-            return block(x, layer, angles, self._config, attend, look, self._mixture), found
+            return block(x, layer, angles, self._config, attend, here.look, self._mixture), here.found
 
         return jax.jit(jax.checkpoint(run) if self._remat else run)
 
@@ -412,13 +431,10 @@ class _Layers:
         """Compute one layer."""
         window = self._config.windows[index]
         narrow = window if window is not None and window < x.shape[1] else None
-        sites = frozenset(tap.site for tap in collector.taps if tap.layer == index)
-        edits = tuple((tap, edit) for tap, edit in collector.edits if tap.layer == index)
         with jax.named_scope(f"layer.{index}"):
-            layer = self._traced(narrow, sites, pattern_top(collector.taps, index), edits)
+            layer = self._traced(narrow, *collector.kind(index))
             x, found = layer(x, weights, self._angles[index], self._segments)
-            for site, value in found.items():
-                collector.collect(index, site, value)
+            collector.collect_all(index, found)
         return x
 
     def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], collector: TapCollector) -> Hidden:

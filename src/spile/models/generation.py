@@ -28,6 +28,7 @@ from spile.models.architecture import ModelConfig
 from spile.models.attention import MASKED, Scoring, masked_weights, precision, scale_scores
 from spile.models.decoder import (
     Keep,
+    LayerTaps,
     TapCollector,
     TokenInfo,
     block,
@@ -35,12 +36,11 @@ from spile.models.decoder import (
     embed,
     keep_unchanged,
     logits,
-    pattern_top,
 )
 from spile.models.experts import MIXTURES, Mixture
 from spile.models.layers import Look
-from spile.models.params import Params
-from spile.spec.taps import Tap
+from spile.models.params import Layer, Params
+from spile.spec.taps import Site, Tap
 
 IDLE, MAKING, CLOSING = 0, 1, 2
 """The states of a slot: without a sample or reading its prompt; generating; feeding its last token."""
@@ -146,22 +146,23 @@ def read_prompts(
     """
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
-    keys, values = list(slots.keys), list(slots.values)
 
-    def attend(layer: int, q: Array, k: Array, v: Array, look: Look) -> Array:
-        keys[layer] = _written(keys[layer], _by_head(k, groups), chunk.slot, place)
-        values[layer] = _written(values[layer], _by_head(v, groups), chunk.slot, place)
-        own = [_rows(cache[layer], chunk.slot) for cache in (keys, values)]
-        seen = _within(place, jnp.arange(keys[layer].shape[3], dtype=jnp.int32), config.windows[layer])
+    def attend(kind: _Kind, caches: _Caches, q: Array, k: Array, v: Array, look: Look) -> tuple[Array, _Caches]:
+        new = (_by_head(k, groups), _by_head(v, groups))
+        caches = [_written(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
+        own = [_rows(cache, chunk.slot) for cache in caches]
+        seen = _within(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), kind.window)
         seen = seen.reshape(len(q), size, -1)
-        how = Scoring(config.windows[layer], config.attention_softcap, params.layers[layer].sinks)
-        if top := pattern_top(taps, layer):
-            weights, positions = masked_weights(q, own[0], seen, how, top)
+        how = Scoring(kind.window, config.attention_softcap, kind.sinks)
+        if kind.top:
+            weights, positions = masked_weights(q, own[0], seen, how, kind.top)
             look("pattern", weights)
             look("pattern_ids", positions)
-        return MASKED[attention](q, *own, seen, how)
+        return MASKED[attention](q, *own, seen, how), caches
 
-    x, kept = _through(params, chunk.tokens, place, attend, config, mixture, taps, keep)
+    before = list(zip(slots.keys, slots.values, strict=True))
+    x, after, kept = _through(params, chunk.tokens, place, attend, before, config, mixture, taps, keep)
+    keys, values = zip(*after, strict=True)
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
     last = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]
     zero = jnp.zeros_like(chunk.sample)
@@ -177,7 +178,7 @@ def read_prompts(
     }
     group = jnp.arange(groups)[:, None]
     changed = {name: getattr(slots, name).at[group, at].set(new, mode="drop") for name, new in fresh.items()}
-    return replace(slots, keys=tuple(keys), values=tuple(values), **changed), chosen, kept
+    return replace(slots, keys=keys, values=values, **changed), chosen, kept
 
 
 def take_steps(
@@ -203,23 +204,23 @@ def take_steps(
     numbers = jnp.arange(stride, dtype=jnp.int32)
 
     def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
-        now, (keys, values) = carry[0], (list(carry[1].keys), list(carry[1].values))
-        place = begun + number
+        now, place = carry[0], begun + number
 
-        def attend(layer: int, q: Array, k: Array, v: Array, look: Look) -> Array:
-            for fresh, new in ((keys, k), (values, v)):
-                new = _by_head(new, groups).astype(fresh[layer].dtype)
-                fresh[layer] = jax.lax.dynamic_update_slice_in_dim(fresh[layer], new, number, axis=3)
-            past = jnp.arange(slots.keys[layer].shape[3], dtype=jnp.int32)
-            window = config.windows[layer]
-            old = _within(place, past, window) & (past < begun[..., None])
-            new = jnp.broadcast_to(_within(jnp.reshape(number, (1, 1, 1)), numbers, window), (*old.shape[:3], stride))
-            pairs = ((slots.keys[layer], slots.values[layer], old), (keys[layer], values[layer], new))
-            if top := pattern_top(taps, layer):
-                _report_recalled(q, pairs, begun, config, params.layers[layer].sinks, top, look)
-            return _recalled(q, pairs, config, params.layers[layer].sinks)
+        def attend(kind: _Kind, caches: _Caches, q: Array, k: Array, v: Array, look: Look) -> tuple[Array, _Caches]:
+            old_keys, old_values, *fresh = caches
+            for which, new in enumerate((k, v)):
+                new = _by_head(new, groups).astype(fresh[which].dtype)
+                fresh[which] = jax.lax.dynamic_update_slice_in_dim(fresh[which], new, number, axis=3)
+            past = jnp.arange(old_keys.shape[3], dtype=jnp.int32)
+            old = _within(place, past, kind.window) & (past < begun[..., None])
+            new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, kind.window), (*old.shape[:3], stride))
+            pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
+            if kind.top:
+                _report_recalled(q, pairs, begun, config, kind.sinks, kind.top, look)
+            return _recalled(q, pairs, config, kind.sinks), fresh
 
-        x, kept = _through(params, now.token[..., None], place, attend, config, mixture, taps, keep)
+        before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
+        x, fresh, kept = _through(params, now.token[..., None], place, attend, before, config, mixture, taps, keep)
         chosen = choose_tokens(logits(params, x[:, 0], config), now.sample, now.made, sampling)
         making = now.status == MAKING
         made = now.made + making
@@ -230,7 +231,7 @@ def take_steps(
             made=made,
             status=jnp.where(making, _status(chosen.tokens, made, sampling), IDLE),
         )
-        return (after, _Fresh(tuple(keys), tuple(values))), (chosen, kept)
+        return (after, _Fresh(*zip(*fresh, strict=True))), (chosen, kept)
 
     # The cache does not change during the stride; the new keys are written to it once, after the last step.
     start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
@@ -252,30 +253,65 @@ class _Fresh(NamedTuple):
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
+class _Kind(NamedTuple):
+    """What the attention of a layer depends on, besides its weights."""
+
+    window: int | None
+    top: int
+    """The largest number of attention weights that a tap asks for."""
+    sinks: Any
+
+
+_Caches = Sequence[Array]
+"""Keys and values of one layer."""
+
+
 def _through(
     params: Params,
     tokens: Int[Array, "groups rows seq"],
     place: Int[Array, "groups rows seq"],
-    attend: Callable[[int, Array, Array, Array, Look], Array],
+    attend: Callable[[_Kind, _Caches, Array, Array, Array, Look], tuple[Array, _Caches]],
+    caches: Sequence[_Caches],
     config: ModelConfig,
     mixture: Mixture,
     taps: tuple[Tap, ...],
     keep: Keep,
-) -> tuple[Float[Array, "all seq d_model"], tuple[Any, ...]]:
-    """Compute all layers for any taps, because the next token needs the last layer."""
+) -> tuple[Float[Array, "all seq d_model"], list[_Caches], tuple[Any, ...]]:
+    """Compute all layers for any taps, because the next token needs the last layer.
+
+    ``attend`` gets the caches of its layer and returns the changed ones; so do all layers together.
+    """
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
     collector = TapCollector(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
     x = embed(params, tokens.reshape(flat), positions, config, collector.at(None))
     angles = rope.per_layer(config, positions)
+
+    @functools.cache
+    def traced(window: int | None, sites: frozenset[Site], top: int, edits: tuple[Any, ...]) -> Any:
+        """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
+
+        def run(x: Array, layer: Layer, angles: Any, caches: _Caches) -> Any:
+            here = LayerTaps(sites, edits)
+            changed: list[_Caches] = []
+
+            def attend_here(q: Array, k: Array, v: Array) -> Array:
+                out, after = attend(_Kind(window, top, layer.sinks), caches, q, k, v, here.look)
+                changed.append(after)
+                return out
+
+            return block(x, layer, angles, config, attend_here, here.look, mixture), changed[0], here.found
+
+        return jax.jit(run)
+
+    changed = []
     for index, layer in enumerate(params.layers):
-
-        def attend_here(q: Array, k: Array, v: Array, index: int = index) -> Array:
-            return attend(index, q, k, v, collector.at(index))
-
         with jax.named_scope(f"layer.{index}"):
-            x = block(x, layer, angles[index], config, attend_here, collector.at(index), mixture)
-    return x, collector.all()
+            run = traced(config.windows[index], *collector.kind(index))
+            x, after, found = run(x, layer, angles[index], caches[index])
+            changed.append(after)
+            collector.collect_all(index, found)
+    return x, changed, collector.all()
 
 
 def _by_head(new: Array, groups: int) -> Array:

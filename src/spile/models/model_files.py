@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,12 +62,13 @@ def download(name: str, revision: str | None, *, weights: bool = True, files: Se
 
     ``files``: the files to fetch instead, for a repository that is not a model, such as an adapter.
 
-    If the hub is unavailable (503, 429, no network), the download is retried for ``SPILE_RETRY_SECONDS``. After that
-    the error is a failure and not a mistake of the user, so a supervisor starts the worker again.
+    If the hub is unavailable (503, 429, no network), the download is retried for ``SPILE_RETRY_SECONDS``, or for
+    a few seconds without ``weights``. After that the error is a failure and not a mistake of the user, so a supervisor
+    starts the worker again.
     """
     from spile.objects.retry import RequestFailure, Retry, retry_while_unavailable
 
-    retry = Retry.for_name(name)
+    retry = Retry.for_name(name, patient=weights)
     wanted = files or [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     try:
         return retry_while_unavailable(name, lambda: _download(name, revision, wanted), retry)
@@ -109,9 +110,9 @@ def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
     """Return a failure that may pass, with the status or the connection error at its root, or a refusal."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    from spile.objects.retry import RequestFailure, from_status
+    from spile.objects.retry import RequestFailure, causes, from_status
 
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, OfflineModeIsEnabled):
             return ModelError(
                 f"{name} is not in the hub's cache", found="HF_HUB_OFFLINE is set", fix="unset it, or give a folder"
@@ -121,14 +122,8 @@ def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
             return ModelError(f"the hub refused {name}", found=f"HTTP {status}", fix=_token_fix(name))
         if isinstance(status, int):
             return from_status(status)
-    *_, bottom = _causes(error)
+    *_, bottom = causes(error)
     return RequestFailure(f"no answer: {type(bottom).__name__}", transient=True)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _token_fix(name: str) -> str:

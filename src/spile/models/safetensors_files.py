@@ -5,9 +5,11 @@ Files are read by range, never as a whole.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Sequence
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,24 +48,18 @@ class LocalSource:
         return (self.folder / name).stat().st_size
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """Return a view of the file's pages."""
+        """Map the range. Its pages leave this process's memory with the last reference to the array."""
         path = self.folder / name
         try:
-            status = path.stat()
+            with path.open("rb") as file:
+                length = min(length, os.fstat(file.fileno()).st_size - start)
+                if length <= 0:  # an empty range cannot be mapped
+                    return np.empty(0, np.uint8)
+                skipped = start % mmap.ALLOCATIONGRANULARITY
+                pages = mmap.mmap(file.fileno(), skipped + length, access=mmap.ACCESS_READ, offset=start - skipped)
         except OSError as error:
             raise ModelError(f"cannot read {path}", found=error.strerror or str(error)) from error
-        return _mapped(path, status.st_size, status.st_mtime_ns)[start : start + length]
-
-
-@functools.lru_cache(maxsize=512)
-def _mapped(path: Path, size: int, _modified: int) -> Bytes:
-    """Map a file into memory. A changed size or time is a different file; an empty file cannot be mapped."""
-    if size == 0:
-        return np.empty(0, np.uint8)
-    try:
-        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-    except OSError as error:
-        raise ModelError(f"cannot read {path}", found=error.strerror or str(error)) from error
+        return np.frombuffer(pages, np.uint8, length, skipped)
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class Piece:
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
         if len(self.shape) == 3 and len(self.entries[0].shape) == 2:
             chosen = range(self.shape[0])[slice(*bounds[0])] if bounds else range(self.shape[0])
-            return np.stack([self._one(source, place, self.shape[1:], bounds[1:]) for place in chosen])
+            return _stack(len(chosen), (self._one(source, place, self.shape[1:], bounds[1:]) for place in chosen))
         return self._one(source, 0, self.shape, bounds)
 
     def _one(self, source: ByteSource, place: int, shape: Sequence[int], bounds: Bounds) -> Values:
@@ -195,7 +191,25 @@ class PieceStack:
 
     def read(self, source: ByteSource, bounds: Bounds = ()) -> Values:
         chosen = self.pieces[slice(*bounds[0])] if bounds else self.pieces
-        return np.stack([piece.read(source, bounds[1:]) for piece in chosen])
+        return _stack(len(chosen), (piece.read(source, bounds[1:]) for piece in chosen))
+
+
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Values:
+    """Return an uninitialised array that JAX uses on a CPU without a copy, because it begins at a multiple of 64."""
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(kind).reshape(shape)
+
+
+def _stack(count: int, parts: Iterable[Values]) -> Values:
+    """Copy arrays into one, and release each before the next is read."""
+    whole: Values | None = None
+    for place, part in enumerate(parts):
+        whole = aligned((count, *part.shape), part.dtype) if whole is None else whole
+        whole[place] = part
+    return np.empty(0) if whole is None else whole
 
 
 def _rows(source: ByteSource, entry: Entry, first: int, last: int) -> Values:

@@ -24,7 +24,7 @@ from spile.models.families import FAMILIES
 from spile.models.families.base import Match, Order
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, build, stacked
-from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, read_header
+from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, aligned, read_header
 
 _THREADS = 8
 _COMPARED = 64 << 20
@@ -272,7 +272,10 @@ class _Slices:
         with self.lock:
             if bounds not in self.read:
                 part = self.piece.read(self.source, bounds)
-                self.read[bounds] = np.array(part) if self.copy and not part.flags.owndata else part
+                if self.copy and not part.flags.writeable:
+                    mapped, part = part, aligned(part.shape, part.dtype)
+                    part[:] = mapped
+                self.read[bounds] = part
             return self.read[bounds]
 
 

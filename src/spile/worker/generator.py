@@ -70,7 +70,7 @@ class SlotPlan:
     """Tokens of an answer per call."""
 
 
-_SLOTS = {"cpu": 16, "gpu": 256, "tpu": 128}
+_SLOTS = {"cpu": 32, "gpu": 256, "tpu": 128}
 _CHUNK = {"cpu": 128, "gpu": 256, "tpu": 256}
 _READ_TOKENS = {"cpu": 512, "gpu": 8192, "tpu": 4096}
 _STRIDE = {"cpu": 8, "gpu": 16, "tpu": 16}

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
 from spile.errors import ModelError
-from spile.models import model_files, params, weights
+from spile.models import model_files, params, safetensors_files, weights
 from spile.models.params import LayerRun
 from spile_fakes import random_weights
 from unit.models.toy_models import copy_model, edit_tensors, shard_model, tensors
@@ -39,6 +39,21 @@ def test_every_tensor_is_the_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.layers[3].k_bias, raw["model.layers.3.self_attn.k_proj.bias"])
     expected = random_weights.abstract(model_files.find("embedded").config, jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), loaded) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the mappings of the process from /proc")
+@pytest.mark.parametrize("runs", [(), (LayerRun(0, 1, 4),)])
+def test_weights_on_a_cpu_are_in_memory_once(tmp_path: Path, runs: tuple[LayerRun, ...]) -> None:
+    folder = copy_model(tmp_path / "m")
+    files, place = model_files.find(str(folder)), SingleDeviceSharding(jax.devices()[0])
+    loaded = weights.load(files, jnp.bfloat16, sharding=lambda _axes, _shape: place, runs=runs)
+    jax.block_until_ready(loaded)
+    assert files.weights_hash()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    array = safetensors_files.aligned((3, 5), np.float32)
+    array[:] = 1
+    placed = jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+    assert placed.unsafe_buffer_pointer() == array.ctypes.data
 
 
 def test_float32_from_bfloat16_and_float16(tmp_path: Path) -> None:

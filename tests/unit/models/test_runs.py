@@ -32,7 +32,7 @@ CONFIGS = {
         PLAIN, learned_positions=64, norm="layer", gated=False, activation="gelu", parallel=True
     ),
 }
-_LARGE = ("five windows and one without", "learned positions")
+_LARGE = ("five windows and one without", "learned positions", "windows at the end")
 """Their programs take long to compile."""
 
 
