@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ from spile.reading.dataset import Dataset
 from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
-from spile.store.index import INDEX, IndexEntry, copy_ledger, group_key, pack_group
+from spile.store.index import IndexEntry, copy_ledger, group_key, pack_group
 from spile.store.layout import STREAM, commit_key
 from spile.store.ledger import Commit, ShardRecord
 from spile.store.stream import StreamRecord, join_run, now_iso, stream_bytes
@@ -39,10 +40,9 @@ _TENSORS = ("residual.12", "offsets", "sample_index", "tokens", "roles", "chunks
 
 
 def fill(bucket: VirtualBucket, streams: int, shards: int) -> None:
-    """Write the records of a finished dataset of one layer, with its index."""
+    """Write the records of a finished dataset of one layer, without its index."""
     root, run = VirtualFolder(bucket, "run"), run_identity()
     join_run(root, run)
-    groups: dict[str, dict[int, IndexEntry]] = {}
     for number in range(streams):
         identity = StreamIdentity(
             f"gs://bucket/streams/stream_{number:03d}.jsonl",
@@ -62,9 +62,16 @@ def fill(bucket: VirtualBucket, streams: int, shards: int) -> None:
             commit = _commit(record.id, place)
             bucket.store(f"{folder}/{commit.shards[0].name}", b"x")
             bucket.store(f"{folder}/{commit_key(commit.number)}", commit.to_bytes())
+
+
+def _index(bucket: VirtualBucket, streams: int) -> Iterator[tuple[str, bytes]]:
+    """Yield the keys and contents of the objects of the index."""
+    root = VirtualFolder(bucket, "run")
+    groups: dict[str, dict[int, IndexEntry]] = {}
+    for number in range(streams):
         groups.setdefault(group_key(number), {})[number] = copy_ledger(root, number)
     for key, group in groups.items():
-        bucket.store(f"run/{key}", pack_group(group))
+        yield f"run/{key}", pack_group(group)
 
 
 def _commit(stream: str, place: int) -> Commit:
@@ -86,11 +93,13 @@ def _serve(streams: int, shards: int) -> None:
     made = VirtualBucket()
     fill(made, streams, shards)
     with FakeGcs() as fake:
-        for name in ("indexed", "plain"):
+        for name in ("plain", "indexed"):
             fake.add_bucket(name)
             for key, stored in made.objects.items():
-                if name == "indexed" or not key.startswith(f"run/{INDEX}"):
-                    fake.buckets.store(name, key, stored.data)
+                version = fake.buckets.store(name, key, stored.data)
+                made.objects[key] = replace(stored, etag=version.etag)
+        for key, data in _index(made, streams):
+            fake.buckets.store("indexed", key, data)
         print(fake.url, flush=True)
         parent = os.getppid()
         while os.getppid() == parent:

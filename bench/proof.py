@@ -70,16 +70,20 @@ def with_errors(recompute: Recompute, plain: Table, others: Table, kinds: dict[b
 
     def wrapped(samples: Sequence[Sample], taps: Any, stored: Rows, variant: int = 0) -> Any:  # noqa: ARG001
         def broken(sample: Sample) -> list[np.ndarray]:
-            key = sample.tokens.tobytes()
-            rows = [np.array(each) for each in plain[key]]
-            random = np.random.default_rng(np.frombuffer(key, np.uint32))
-            other = next(theirs for theirs in others if theirs != key)
-            wrong = break_rows(rows, kinds[key], random, others[other], others[key])
+            wrong = wrong_rows(sample.tokens.tobytes(), plain, others, kinds)
             return [as_read(each, tap.dtype) for each, tap in zip(wrong, taps, strict=True)]
 
         return recompute(samples, taps, broken, variant)
 
     return wrapped
+
+
+def wrong_rows(key: bytes, plain: Table, others: Table, kinds: dict[bytes, str]) -> list[np.ndarray]:
+    """Return the rows of a sample with its error."""
+    rows = [np.array(each) for each in plain[key]]
+    random = np.random.default_rng(np.frombuffer(key, np.uint32))
+    other = next(theirs for theirs in others if theirs != key)
+    return break_rows(rows, kinds[key], random, others[other], others[key])
 
 
 def as_read(rows: np.ndarray, dtype: str) -> np.ndarray:
@@ -179,25 +183,46 @@ def measure_errors(root: str, recompute: Recompute, other: str, texts: Path, scr
         shutil.rmtree(scratch / "plain")
     chosen = [[*ROW_ERRORS, *SAMPLE_ERRORS][number % 8] for number in range(len(keys))]
     kinds = dict(zip(keys, chosen, strict=True))
-    _, problems, _ = judge(root, with_errors(recompute, tables[0], tables[1], kinds), samples)
-    show_found(problems, dict(zip([ref.index for ref in found.samples], chosen, strict=True)), list(found.taps))
+    judged, problems, _ = judge(root, with_errors(recompute, tables[0], tables[1], kinds), samples)
+    sizes: dict[tuple[int, str], tuple[float, float]] = {}
+    for ref, key in zip(found.samples, keys, strict=True):
+        wrong = wrong_rows(key, tables[0], tables[1], kinds)
+        for tap, true, broken in zip(found.taps, tables[0][key], wrong, strict=True):
+            sizes[ref.index, tap] = error_size(true, broken)
+    show_found(problems, dict(zip([ref.index for ref in found.samples], chosen, strict=True)), sizes, judged)
 
 
-def show_found(problems: Sequence[Problem], kinds: dict[int, str], taps: Sequence[str]) -> None:
-    """Print how many of the errors of each kind were found."""
+def error_size(rows: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
+    """Return the largest and the median error of the rows, relative to their norms."""
+    relative = np.linalg.norm(wrong - rows, axis=1) / np.linalg.norm(rows, axis=1)
+    return float(relative.max()), float(np.median(relative))
+
+
+def show_found(
+    problems: Sequence[Problem],
+    kinds: dict[int, str],
+    sizes: dict[tuple[int, str], tuple[float, float]],
+    judged: Recomputed,
+) -> None:
+    """Print how many of the errors of each kind were found, and how large those are that were not."""
     pattern = re.compile(r"sample (\d+) at ([^:]+):")
     matches = [pattern.search(problem.text) for problem in problems]
     found = {(int(match[1]), match[2]) for match in matches if match}
-    hits, totals, missed = Counter[str](), Counter[str](), Counter[str]()
-    for sample, kind in kinds.items():
-        for tap in taps:
-            totals[kind] += 1
-            hits[kind] += (sample, tap) in found
-            if (sample, tap) not in found:
-                missed[f"{kind} at {tap}"] += 1
+    hits, totals = Counter[str](), Counter[str]()
+    missed: list[tuple[float, str]] = []
+    for (sample, tap), (row, whole) in sizes.items():
+        kind, limits = kinds[sample], judged.taps[tap]
+        totals[kind] += 1
+        hits[kind] += (sample, tap) in found
+        if (sample, tap) not in found:
+            share = max(row / limits.row_limit, whole / limits.sample_limit)
+            missed.append((share, f"{kind} in sample {sample} at {tap}, {share:.2f} of the smallest error"))
     print("  found: " + ", ".join(f"{kind} {hits[kind]} of {totals[kind]}" for kind in totals))
+    for _, line in sorted(missed, reverse=True)[:8]:
+        print(f"  missed: {line}")
     if missed:
-        print("  missed: " + ", ".join(f"{name} {count}" for name, count in missed.most_common(8)))
+        larger = sum(share > 1 for share, _ in missed)
+        print(f"  missed: {len(missed)}, of which {larger} are larger than the smallest error that is found")
 
 
 def main() -> None:

@@ -97,7 +97,7 @@ class Race:
         self.home = Path(args.ram) / "spile-race"
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir(parents=True)
-        self.model = make_model(args.shape, self.home / "model")
+        self.model = args.model or make_model(args.shape, self.home / "model")
         self.tasks = write_tasks(args.tasks, args.count, self.home / "tasks.jsonl", as_texts=args.texts)
         self.results: list[Result] = []
         process("bytecode", ["-c", "import jax, spile.cli.main, spile.worker.extract"])
@@ -175,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="?")
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=sorted(SHAPES))
+    parser.add_argument("--model", type=Path, help="a folder with a real model, instead of random weights of a shape")
     parser.add_argument("--count", type=int, default=400, help="tasks")
     parser.add_argument("--texts", action="store_true", help="texts instead of tasks")
     parser.add_argument("--variants", type=int, default=2)
@@ -196,7 +197,10 @@ def main() -> None:
         for budget in args.budgets.split(",") if "torch" in wanted else ():
             race.torch(f"torch loop, budget {budget}", args.variants, "--budget", budget)
         if "layer" in wanted:
-            race.spile("spile, layer 12, nothing cached", "cache-2", 4 * args.variants, "--layers", "12")
+            variants = args.variants * (4 if args.device == "cuda" else 1)
+            race.spile("spile, layer 12, nothing cached", "cache-2", variants, "--layers", "12")
+            if args.device == "cpu":
+                race.torch("torch loop, layer 12", variants, "--budget", args.budgets.split(",")[0], "--layer", "12")
         if "naive" in wanted:
             race.torch("the loop people write", args.variants, "--naive", "--samples", "96")
     finally:
