@@ -92,43 +92,28 @@ __all__ = [
 ]
 
 # Imported when first used, so that ``import spile`` and ``spile --help`` stay light.
-_LAZY = {
-    "ActivationStream": "spile.worker.streaming",
-    "Activations": "spile.worker.tapping",
-    "BackfillSpec": "spile.spec.run",
-    "DataSpec": "spile.spec.run",
-    "Dataset": "spile.reading.dataset",
-    "ExtractSpec": "spile.spec.run",
-    "GenerationSpec": "spile.spec.run",
-    "JointDataset": "spile.reading.dataset",
-    "Model": "spile.worker.tapping",
-    "PromptSpec": "spile.spec.run",
-    "Report": "spile.store.report",
-    "Role": "spile.spec.sample",
-    "RowBatch": "spile.reading.rows",
-    "RunSpec": "spile.spec.run",
-    "ShuffledReaders": "spile.reading.readers",
-    "Summary": "spile.worker.progress",
-    "add_taps": "spile.worker.backfill",
-    "compare": "spile.api",
-    "export": "spile.api",
-    "extract": "spile.api",
-    "infer": "spile.api",
-    "inspect": "spile.api",
-    "load": "spile.api",
-    "open": "spile.reading.dataset",
-    "plan": "spile.api",
-    "push": "spile.api",
-    "score": "spile.api",
-    "stream": "spile.api",
-    "tap": "spile.api",
-    "verify": "spile.api",
+_MODULES = {
+    "spile.api": (
+        *("compare", "export", "extract", "infer", "inspect", "load", "plan", "push", "score", "stream", "tap"),
+        "verify",
+    ),
+    "spile.reading.dataset": ("Dataset", "JointDataset", "open"),
+    "spile.reading.readers": ("ShuffledReaders",),
+    "spile.reading.rows": ("RowBatch",),
+    "spile.spec.run": ("BackfillSpec", "DataSpec", "ExtractSpec", "GenerationSpec", "PromptSpec", "RunSpec"),
+    "spile.spec.sample": ("Role",),
+    "spile.store.report": ("Report",),
+    "spile.worker.backfill": ("add_taps",),
+    "spile.worker.progress": ("Summary",),
+    "spile.worker.streaming": ("ActivationStream",),
+    "spile.worker.tapping": ("Activations", "Model"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'spile' has no attribute {name!r}")
 
 

@@ -119,3 +119,27 @@ def test_ctrl_c_at_any_moment_of_the_start(tmp_path: Path, seed: int) -> None:
     # An interrupt inside exec() is remembered by Python, which ends by the signal then. A shell says 130 of both.
     assert run.returncode in (130, -signal.SIGINT), (output, errors)
     assert errors.decode() in ("spile: interrupted\n", ""), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("verify nowhere", 2)])
+def test_a_thread_inside_a_library_does_not_abort_the_end(tmp_path: Path, words: str, code: int) -> None:
+    """The interpreter ends daemon threads; one that is inside JAX's C++ code would end the process with SIGABRT."""
+    program = """
+import sys, threading, time
+import jax, jax.numpy as jnp
+
+def compile_forever():
+    while True:
+        jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((64, 64))).block_until_ready()
+
+for _ in range(6):
+    threading.Thread(target=compile_forever, daemon=True).start()
+time.sleep(1)
+from spile.cli.main import run_process
+run_process()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, len((ran.stdout + ran.stderr).splitlines())) == (code, 1)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from fleet.ssh.loopback import below, end, wait_until
@@ -117,6 +118,19 @@ class RayNodes:
     def processes(self, number: int) -> list[int]:
         pid = self.nodes[number].pid
         return [*below(pid), pid]
+
+    def commands(self, number: int) -> list[list[str]]:
+        """Return the command lines of its processes."""
+        found = []
+        for pid in self.processes(number):
+            with suppress(OSError):
+                found.append((Path("/proc") / str(pid) / "cmdline").read_text().split("\0"))
+        return found
+
+    def hide(self, number: int, folder: str) -> None:
+        """Cover a folder of this machine with an empty one, for this node only."""
+        pid = str(self.processes(number)[0])
+        subprocess.run(["nsenter", "-m", "-t", pid, "mount", "-t", "tmpfs", "tmpfs", folder], check=True)
 
     def kill(self, number: int) -> None:
         """Kill all its processes at once, as when a machine is lost."""

@@ -43,12 +43,17 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def start(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "spile.cli.main", "extract", "--engine", "ray", "--ray-address", cluster.address]
+    return command(
+        cluster, "extract", "--engine", "ray", "--ray-address", cluster.address, "--model", "embedded", *words
+    )
+
+
+def command(cluster: RayNodes, *words: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, "--model", "embedded", *words],
+        [sys.executable, "-m", "spile.cli.main", *words],
         env=cluster.env,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
     )
 
@@ -66,6 +71,7 @@ def proven(root: Folder) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_ordinary_cluster_loses_a_node_and_gains_one(cluster: RayNodes, tmp_path: Path) -> None:
     """Ray's own settings, 16 streams on 3 nodes: a node dies, another joins, Ctrl+C, the same command again."""
     streams(tmp_path, 16)
@@ -93,6 +99,7 @@ def test_an_ordinary_cluster_loses_a_node_and_gains_one(cluster: RayNodes, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_cut_link_is_noticed(cluster: RayNodes, tmp_path: Path) -> None:
     """With the settings that the guide recommends; each sample is stored once at the end."""
     streams(tmp_path, 6)
@@ -185,3 +192,41 @@ def test_hosts_as_one_worker(cluster: RayNodes, tmp_path: Path) -> None:
     proven(root)
     names = [info.key for info in root.list("stream_") if info.key.endswith(".safetensors")]
     assert {name.rpartition("-h")[2] for name in names} == {"00.safetensors", "01.safetensors"}, names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_verify_and_inspect_give_the_same_reports_as_without_an_engine(cluster: RayNodes, tmp_path: Path) -> None:
+    """Also of a damaged dataset, if a node dies meanwhile, and if one does not see the dataset."""
+    ray = ["--engine", "ray", "--ray-address", cluster.address, "--num-workers", "2"]
+
+    def read(*words: str) -> tuple[int, str, str]:
+        run = command(cluster, *words, stderr=subprocess.PIPE)
+        out, err = run.communicate(timeout=400)
+        return run.returncode, out, err
+
+    for number in (1, 2):
+        cluster.start(number)
+    root = str(tmp_path / "out")
+    code, out, err = read("extract", "--model", "embedded", "--output", root, "--shard-size-gb", "1e-3")
+    assert code == 0, out + err
+    for words in (["inspect", root, "--stats", "--json"], ["verify", root, "--json"]):
+        alone, together = read(*words), read(*words, *ray)
+        assert alone[:2] == together[:2], together
+        assert alone[0] == 0
+    shard = sorted(Path(root).rglob("*.safetensors"))[3]
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    alone = read("verify", root, "--json")
+    slow = command(cluster, "verify", root, "--json", *ray, stderr=subprocess.PIPE)
+    assert wait_until(lambda: any("--part" in words for words in cluster.commands(1)), 300)
+    cluster.kill(1)
+    out, err = slow.communicate(timeout=400)
+    assert (slow.returncode, out) == alone[:2], err
+    assert alone[0] == 1
+    assert "part 0-0:" in err
+    assert "was lost (" in err
+    cluster.start(3)
+    cluster.hide(3, root)
+    code, out, err = read("verify", root, *ray)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"spile: 1 of 2 nodes cannot work: found node3: it does not see {root}/"), err

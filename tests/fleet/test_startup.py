@@ -17,9 +17,8 @@ import pytest
 
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import publish
-from spile.fleet.home import FleetHome, machine_requirements, pin_machines, sha256
+from spile.fleet.home import FleetHome, machine_metadata, machine_requirements, pin_machines, sha256, startup_script
 from spile.fleet.install import build_wheel
-from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile_fakes.cloud import CloudTimes
@@ -75,6 +74,11 @@ class Vm:
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
         return lines
+
+
+def unbooted(home: str, pin: str) -> dict[str, str]:
+    """Return the metadata of a machine that the fake cloud does not boot by itself."""
+    return {**machine_metadata(home, NAME, pin), "startup-script": ""}
 
 
 @pytest.fixture
@@ -209,7 +213,7 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         )
         published = publish(home, fleet, lambda _: None)
         wheel = published.wheel
-        metadata = machine_metadata(home.folder.url, NAME, "", sha256(published.to_json()))
+        metadata = unbooted(home.folder.url, sha256(published.to_json()))
         fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
         vm = Vm(
             tmp_path / "vm",
@@ -281,7 +285,7 @@ ls /opt/spile
 @pytest.fixture
 def pinned(home: FleetHome, vm: Vm, fake: FakeCloud) -> Vm:
     """A machine whose metadata was written by the deploy that filled the bucket."""
-    metadata = machine_metadata(home.folder.url, NAME, "", sha256(home.folder.get("fleet.json")))
+    metadata = unbooted(home.folder.url, sha256(home.folder.get("fleet.json")))
     body = {"acceleratorType": "v3-8", "metadata": metadata, "labels": {"spile-fleet": "f"}}
     fake.cloud.create("fake-project", ZONE, NAME, body, "v2")
     vm.environment |= {
@@ -327,7 +331,7 @@ def test_a_metadata_server_that_is_behind_the_api(home: FleetHome, pinned: Vm, t
     """A running machine may see old metadata, so the API is asked."""
     fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
     with FakeCloud(tmp_path / "ahead", pace=CloudTimes(0, 0, 0)) as ahead:
-        metadata = machine_metadata(home.folder.url, NAME, "", sha256(fleet.to_json()))
+        metadata = unbooted(home.folder.url, sha256(fleet.to_json()))
         ahead.cloud.create("fake-project", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
         done = pinned.boot(SPILE_TPU_ENDPOINT=ahead.environment()["SPILE_TPU_ENDPOINT"])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Session, SessionTimes
 from spile.models.adapters import find_adapter
 from spile.models.model_files import describe, find
-from spile.models.safetensors_files import LocalSource, _mapped, read_header, read_index
+from spile.models.safetensors_files import LocalSource, read_header, read_index
 from spile.models.weights import catalogue
 from spile.objects import open_folder
 from spile.objects.clouds import GoogleBucket, check_machines, check_own, parse_uploads
@@ -53,7 +53,7 @@ from spile.objects.machine import machine_region
 from spile.objects.retry import RequestFailure, from_obstore, from_status
 from spile.reading.dataset import open as open_dataset
 from spile.reading.importing import read_pickle
-from spile.reading.shuffle_order import _checksum
+from spile.reading.shuffle import _checksum
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, GenerationSpec, RunSpec
 from spile.spec.safetensors import encode_header
@@ -384,7 +384,6 @@ class Targets:
             for form, empty in ((len(data).to_bytes(8, "little") + data, behind), (data, 0)):
                 replace_file(file, form, empty)
                 with_ours(load)
-                _mapped.cache_clear()  # the mapping of each replaced file would count as memory
 
         return (valid[8 : 8 + length], valid[: 8 + length]), read
 
@@ -743,7 +742,7 @@ def parsed(data: bytes) -> list[Any]:
 class FakeReply(io.BytesIO):
     """A reply of a server, opened as often as it is asked for."""
 
-    body = b""
+    status, body = 200, b""
 
     def __enter__(self) -> FakeReply:
         return FakeReply(self.body)

@@ -6,17 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import ExtractFlags, flag, pairs, variables
 from spile.errors import SpecError
+from spile.launch.engines import ClusterJob
+from spile.launch.kubernetes import KubernetesJob, SecretKey, to_yaml
+from spile.launch.slurm import SlurmJob, to_script
+from spile.launch.supervisor import stream_tasks
 from spile.objects import is_remote
-
-if TYPE_CHECKING:
-    from spile.launch.engines import ClusterJob
-    from spile.launch.kubernetes import KubernetesJob
+from spile.planning.machines import parse_machine
 
 _JOB = Group("The job", sort_key=0)
 _CLUSTER = Group("The cluster", sort_key=0)
@@ -42,8 +43,6 @@ class ClusterFlags:
 
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """Return the job that these flags ask for. ``shared`` are the folders that every host can read."""
-        from spile.launch.engines import ClusterJob
-
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
         if flags.dataset_dir is None:
@@ -73,9 +72,14 @@ class ClusterFlags:
 
 
 def _count_streams(dataset_dir: str) -> int:
-    from spile.launch.supervisor import stream_tasks
-
     return len(stream_tasks(dataset_dir, lambda _: ()))
+
+
+_SAME = (
+    *("image", "namespace", "service_account", "gpus", "gpu_type", "spot", "queue", "disk_gb", "cache_claim"),
+    *("keep_hours", "privileged", "jobset"),
+)
+"""The flags whose values are fields of the job."""
 
 
 @Parameter(name="*")
@@ -125,32 +129,18 @@ class KubernetesFlags:
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """Return the job for Kubernetes."""
-        from spile.launch.kubernetes import KubernetesJob, SecretKey
-        from spile.planning.machines import parse_machine
-
         machine = None if self.topology is None else parse_machine(self.topology)
         volumes = pairs("--volume", self.volume, "/path=claim")
         hosts = machine.hosts if machine is not None else self.hosts_per_worker
         return KubernetesJob(
             job=cluster.job(flags, hosts=hosts, shared=tuple(volumes)),
-            image=self.image,
-            namespace=self.namespace,
-            service_account=self.service_account,
             machine=machine,
-            gpus=self.gpus,
-            gpu_type=self.gpu_type,
-            spot=self.spot,
             secrets=tuple(SecretKey.parse(text) for text in self.secret or ()),
             volumes=volumes,
             node_selector=pairs("--node-selector", self.node_selector, "key=value"),
-            queue=self.queue,
-            disk_gb=self.disk_gb,
-            cache_claim=self.cache_claim,
             pull_secrets=tuple(self.pull_secret or ()),
             tolerations=tuple(self.toleration or ()),
-            keep_hours=self.keep_hours,
-            privileged=self.privileged,
-            jobset=self.jobset,
+            **{name: getattr(self, name) for name in _SAME},
         )
 
 
@@ -163,8 +153,6 @@ def k8s_job(
     or JobSet of its own. Workers claim one stream after another, so their number may change during the run. Nothing is
     sent to the cluster; kubectl apply --dry-run=server checks the output.
     """
-    from spile.launch.kubernetes import to_yaml
-
     print(to_yaml(kubernetes.described(flags or ExtractFlags(), cluster or ClusterFlags())), end="")
     return 0
 
@@ -202,16 +190,9 @@ def slurm_job(
     their number may change during the run. A task that is preempted or runs out of time commits what it has and is
     requeued.
     """
-    from spile.launch.slurm import SlurmJob, to_script
-
     described = SlurmJob(
         job=cluster.job(flags, hosts=slurm.hosts_per_worker, shared=("/",)),
-        partition=slurm.partition,
-        account=slurm.account,
-        time=slurm.time,
-        gpus=slurm.gpus,
-        log_dir=slurm.log_dir,
-        setup=slurm.setup,
+        **{name: getattr(slurm, name) for name in ("partition", "account", "time", "gpus", "log_dir", "setup")},
         options=tuple(slurm.sbatch or ()),
     )
     print(to_script(described), end="")

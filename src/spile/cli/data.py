@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 
 from spile.cli.aliases import GUIDES_DATASET
 from spile.cli.flags import parse_numbers
+from spile.data.convert import ItemTally, RowSelection
+from spile.data.manifest import MANIFEST, StreamsManifest, read_manifest
+from spile.data.split import make_streams, refuse_others
 from spile.errors import DataError, SpecError
-from spile.objects import is_remote
+from spile.objects import bucket_url, is_remote, open_folder
 from spile.view.table import output as output_console
 from spile.view.table import progress_bar
-
-if TYPE_CHECKING:
-    from spile.data.convert import ItemTally, RowSelection
-    from spile.data.manifest import StreamsManifest
 
 
 @Parameter(name="*")
@@ -60,8 +59,6 @@ class SourceFlags:
 
     def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
         """Return the rows to take from the dataset."""
-        from spile.data.convert import RowSelection
-
         return RowSelection(
             self.column,
             self.start_index,
@@ -139,9 +136,6 @@ def streams(
     overwrite: Annotated[bool, Parameter(help="Replace streams of another split.", negative="")] = False,
 ) -> int:
     """Split a dataset into independent streams, balanced to one sample, the same bytes each time."""
-    from spile.data.manifest import MANIFEST
-    from spile.data.split import make_streams, refuse_others
-
     source = source or SourceFlags()
     selection = source.selection(tuple((keep or "").replace(",", " ").split()))
     console = output_console(soft_wrap=True)
@@ -183,7 +177,6 @@ def upload(
 ) -> int:
     """Upload streams to a bucket. Identical files are skipped."""
     from spile.data.manifest import upload as run
-    from spile.objects import bucket_url, open_folder
 
     if not bucket.rpartition("://")[2].strip("/"):
         raise SpecError("--bucket", expected="a bucket's name, or gs://… or s3://…", found=repr(bucket))
@@ -209,7 +202,6 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
         yield Path(target)
         return
     from spile.data.manifest import upload as run
-    from spile.objects import open_folder
 
     folder, _, name = target.rstrip("/").rpartition("/") if file else (target, "", "")
     with tempfile.TemporaryDirectory(prefix="spile-data-") as here:
@@ -219,9 +211,6 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
 
 def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
     """Return the manifest of existing streams unless they are to be replaced; refuse another number or seed."""
-    from spile.data.manifest import read_manifest
-    from spile.objects import open_folder
-
     if some:
         raise SpecError("--streams with a bucket", expected="all streams", fix="make them here, then spile data upload")
     there = None if overwrite else read_manifest(open_folder(url))

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
+from rich.console import Console
 
 from spile.cli.aliases import GUIDES_DATASET, GUIDES_STREAMS, with_model
 from spile.cli.flags import (
@@ -26,20 +27,40 @@ from spile.cli.flags import (
     variables,
 )
 from spile.errors import RunMismatch, SpecError
+from spile.fleet import manage
+from spile.fleet.cloud_tpu import CloudTpu, check_place
+from spile.fleet.deploy import (
+    StreamsPlan,
+    changes,
+    check_access,
+    check_model,
+    check_quota,
+    check_root,
+    deployment_of,
+    existing_streams,
+    fleet_bucket,
+    launch_over_ssh,
+    list_existing,
+    local_streams,
+    prepare_bare_machines,
+    publish,
+    refuse_active_streams,
+    split_streams,
+    streams_with_commits,
+)
+from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
+from spile.fleet.manage import NodeResult, named_workers
+from spile.fleet.monitor import check_url
+from spile.fleet.provider import Provider
+from spile.fleet.spec import FleetSpec, Policy, Worker, default_runtime, keep_numbers
+from spile.hosts.hosts import Access
 from spile.objects import is_remote, open_folder
+from spile.planning.cost import START_SECONDS, Estimate, Rates
+from spile.planning.machines import list_prices, parse_machine
+from spile.spec.amounts import counted, duration, size
 from spile.spec.run import RunSpec
+from spile.store.cleanup import clear_stream
 from spile.view.table import output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from spile.fleet.cloud_tpu import CloudTpu
-    from spile.fleet.deploy import StreamsPlan
-    from spile.fleet.home import FleetHome
-    from spile.fleet.manage import NodeResult
-    from spile.fleet.provider import Provider
-    from spile.fleet.spec import FleetSpec, Policy, Worker
-    from spile.planning.cost import Estimate
 
 _STEPS = Group("Which steps", sort_key=0)
 _COUNTED = 200
@@ -120,8 +141,6 @@ class DeployFlags:
 
     def policy(self, budget: float | None) -> Policy:
         """How patient the monitor is."""
-        from spile.fleet.spec import Policy
-
         chosen = self.budget if self.budget is not None else budget
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
@@ -158,10 +177,6 @@ def deploy(
     bucket: a machine that is preempted and created again resumes. Before a deployed fleet is changed, the command asks
     for confirmation.
     """
-    from spile.fleet.deploy import changes, check_access, check_quota, check_root, fleet_bucket, publish
-    from spile.fleet.home import FleetHome, fleet_url, pin_machines
-    from spile.store.cleanup import clear_stream
-
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
     bucket = fleet_bucket("--gcs-bucket", flags.gcs_bucket)
@@ -272,9 +287,6 @@ class _Request:
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         """Return the fleet that the request asks for, without its work."""
-        from spile.fleet.manage import named_workers
-        from spile.fleet.spec import keep_numbers
-
         budget = home.ordered(before).policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
         workers = self.workers or fleet.workers
@@ -284,8 +296,6 @@ class _Request:
 
     def root(self, bucket: str) -> str:
         """Return the folder of the dataset, which may be in another bucket."""
-        from spile.fleet.deploy import fleet_bucket
-
         if self.flags.output is not None:
             if not is_remote(self.flags.output):
                 raise SpecError(
@@ -300,8 +310,6 @@ class _Request:
 
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
         """Return the fleet with its work."""
-        from spile.fleet.deploy import deployment_of
-
         return deployment_of(
             fleet,
             self.run_spec(self.root(bucket), streams.url, streams.split),
@@ -343,9 +351,6 @@ def _fill(flags: Flags, stored: Mapping[str, Any]) -> tuple[Flags, dict[str, Any
 
 def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
     """Return the machine flags that describe the machines of the earlier deployment."""
-    from spile.fleet.spec import default_runtime
-    from spile.planning.machines import parse_machine
-
     machine = before.machine
     stored: dict[str, Any] = {
         "workers_per_zone": max(1, len(before.workers) // max(1, len(before.zones))),
@@ -369,8 +374,6 @@ def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
 
 def _trusted_fleet(provider: Provider, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
-    from spile.fleet.home import check_pinned
-
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
     if doubt is not None:
@@ -404,10 +407,6 @@ def _flag_words(values: Mapping[str, Any]) -> list[str]:
 
 def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     """Raise the errors that can be known before anything is created."""
-    from spile.fleet.cloud_tpu import check_place
-    from spile.fleet.deploy import check_model
-    from spile.fleet.monitor import check_url
-
     request.root("gs://b")
     variables(request.steps.env)
     for url in request.steps.notify or ():
@@ -422,8 +421,6 @@ def _streams(
     fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec | None, console: Console
 ) -> Iterator[StreamsPlan]:
     """Yield the streams for the workers: existing ones, those of a folder, or those of a dataset that is split now."""
-    from spile.fleet.deploy import existing_streams, local_streams, split_streams
-
     log = partial(console.print, markup=False)
     flags, below, there = request.flags, f"{bucket}/datasets", before.streams if before is not None else None
     if flags.dataset is not None and flags.dataset_dir is not None:
@@ -451,8 +448,6 @@ def _streams(
 
 def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
     """Return the streams that ``--no-checkpointing --overwrite`` removes. Workers never remove any."""
-    from spile.fleet.deploy import refuse_active_streams, streams_with_commits
-
     if flags.checkpointing is not False:
         return []
     found = streams_with_commits(fleet.root, fleet)
@@ -478,11 +473,7 @@ def _confirm_changes(console: Console, fleet: FleetSpec, changed: list[str], cle
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
     """Create or find the machines and start the workers on them."""
-    from spile.cli.fleet import adjusted, watch_fleet
-    from spile.fleet import manage
-    from spile.fleet.deploy import launch_over_ssh, list_existing, prepare_bare_machines
-    from spile.fleet.home import pin_machines
-    from spile.hosts.hosts import Access
+    from spile.cli.fleet import adjusted, watch_fleet  # Here, because chains of imports are kept short.
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)
@@ -515,17 +506,13 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
 
 def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
     """Create the machines, unless a monitor is running: then the monitor creates them."""
-    from spile.fleet import manage
-    from spile.fleet.home import Lease, sha256
-    from spile.fleet.monitor import machine_metadata, startup_script
-
     other = Lease(home.folder).holder()
     if other is not None:
         console.print(f"{other.owner} monitors this fleet and creates its machines", markup=False)
         return []
     names = {worker.id: worker.name for worker in fleet.workers}
-    script, pin = startup_script(), sha256(fleet.to_json())
-    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], script, pin))
+    pin = sha256(fleet.to_json())
+    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], pin))
 
 
 def _show_plan(
@@ -537,10 +524,6 @@ def _show_plan(
     cleared: list[int],
 ) -> int:
     """Print what would be created, changed and paid, for ``--dry-run``."""
-    from spile.planning.cost import START_SECONDS, Rates
-    from spile.planning.machines import list_prices, parse_machine
-    from spile.spec.amounts import counted, duration, size
-
     machine = parse_machine(fleet.machine.accelerator_type)
     cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     price = machine.price.preemptible if cheap else machine.price.on_demand
@@ -572,9 +555,7 @@ def _show_plan(
 
 def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Estimate:
     """Return an estimate that assumes that all streams are as long as the first one."""
-    from spile.planning.cost import START_SECONDS, Rates
     from spile.planning.forecast import plan as forecast
-    from spile.planning.machines import list_prices, parse_machine
 
     found = forecast(request.run_spec("gs://b/x", str(streams.local or streams.url)), _COUNTED)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))

@@ -6,21 +6,22 @@ import os
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import HostFlags, flag, log, variables
-from spile.cli.hosts import Output, results_folder
 from spile.errors import Failure, SpecError, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from spile.hosts.hosts import Host
-    from spile.launch.docker import Container
+from spile.hosts import run as fanout
+from spile.hosts.files import copy_to, load
+from spile.hosts.hosts import Host
+from spile.hosts.run import Job, SessionTimes, environment_of, launch
+from spile.launch.docker import Container, build_words, check_hosts, host_script, image_name, run_words, stop_script
+from spile.version import __version__
+from spile.view.hosts import Logs, Output, print_outcomes, results_folder
 
 _WHAT = Group("The container", sort_key=1)
 _WORDS = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -52,9 +53,6 @@ class ContainerFlags:
 
     def image_name(self) -> str:
         """Return the name of the image."""
-        from spile.launch.docker import image_name
-        from spile.version import __version__
-
         return self.image or image_name(__version__, self.target)
 
     def device(self, *, here: bool) -> Literal["cpu", "cuda", "tpu"]:
@@ -63,8 +61,6 @@ class ContainerFlags:
 
     def container(self, words: Sequence[str], *, here: bool) -> Container:
         """Return the container for a command; ``here``: its folders are on this machine."""
-        from spile.launch.docker import Container
-
         mounts = []
         for text in self.mount or ():
             folder, colon, inside = text.rpartition(":")
@@ -100,8 +96,6 @@ def build(
     show: _PRINT = False,
 ) -> int:
     """Build the image from a checkout: on this machine, or with --tpu-prefix or --hosts on every host."""
-    from spile.launch.docker import build_words
-
     here = not (where.hosts or where.tpu_prefix)
     words = build_words(flags.runtime, flags.device(here=here), flags.image_name(), str(context))
     if show:
@@ -114,7 +108,6 @@ def build(
     if here:
         flags.found()
         return subprocess.run(words, check=False).returncode  # noqa: S603
-    from spile.hosts.files import copy_to, load
 
     hosts, target = where.find(), "~/spile-image"
     files = load(context.absolute(), int(1e9))
@@ -133,8 +126,6 @@ def run(
 
     Files that it writes to mounted folders belong to you. Ctrl+C stops the container after the worker has committed.
     """
-    from spile.launch.docker import run_words
-
     _refuse_runtime_flags(words)
     user = f"{os.getuid()}:{os.getgid()}"
     command = run_words(flags.container(words, here=True), user=user)
@@ -159,8 +150,6 @@ def pod(
 
     All containers start together. If one fails, or after Ctrl+C, all of them commit and stop.
     """
-    from spile.launch.docker import check_hosts, host_script, stop_script
-
     _refuse_runtime_flags(words)
     container = flags.container(words, here=False)
     script = host_script(container)
@@ -190,8 +179,6 @@ def stop(
     show: _PRINT = False,
 ) -> int:
     """Stop a container here, or with --tpu-prefix or --hosts on every host; the worker in it commits first."""
-    from spile.launch.docker import stop_script
-
     if words:
         raise SpecError(
             "docker stop", expected="--name NAME, or --all", found=" ".join(words), fix="use: spile docker stop --all"
@@ -225,10 +212,6 @@ def _run_on_all(
     grace: int = 3,
 ) -> int:
     """Run a command line on all hosts, with logs and exit codes as in ``spile run``."""
-    from spile.hosts import run as fanout
-    from spile.hosts.run import Job, SessionTimes
-    from spile.view.hosts import Logs, print_outcomes
-
     console = Output(highlight=False)
     pace = SessionTimes(grace=grace + 10.0)
     with Logs(hosts, results_folder(logs), console) as written:
@@ -242,8 +225,6 @@ def _run_on_all(
 
 def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
     """Return the variables that describe the slice to a container; without a cloud, also the addresses of all hosts."""
-    from spile.hosts.run import environment_of
-
     found = environment_of(host, hosts)
     mine = [other.internal or other.address for other in hosts if other.slice == host.slice]
     if not host.node_id and len(mine) > 1:
@@ -253,8 +234,6 @@ def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
 
 def _run_stop_script(hosts: Sequence[Host], script: str, where: HostFlags) -> int:
     """Run a stop script on each host and print what it says; return the exit code: 0 if one stopped and none failed."""
-    from spile.hosts.run import launch
-
     stopped = failed = 0
     for each in launch(hosts, lambda _: script, access=where.access()):
         for line in each.output.splitlines():

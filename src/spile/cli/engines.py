@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from spile.spec.run import EMBEDDED
 if TYPE_CHECKING:
     from spile.cli.flags import EngineFlags, RunFlags, WorkerFlags
     from spile.data.manifest import StreamsManifest
-    from spile.launch.supervisor import Engine, StreamTask, WorkerEnd
+    from spile.launch.supervisor import ClusterCheck, Engine, StreamTask, WorkerEnd
     from spile.spec.run import DataSpec, RunSpec
     from spile.store.parts import DatasetPart, RunParts
 
@@ -78,16 +79,25 @@ def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator
         yield None, 1
         return
     flags.check()
-    runner = make_engine(flags.name, flags.request(root))
     place = _absolute_folder(root)
+    # Only the report belongs to stdout, but Ray prints there when it loses a node.
+    with redirect_stdout(sys.stderr), closing(make_engine(flags.name, flags.request(root))) as runner:
+        if runner.elsewhere:
+            runner.check(_reading_check(place))
 
-    def run(parts: Sequence[DatasetPart]) -> Iterable[tuple[DatasetPart, Mapping[str, Any]]]:
-        return _run_parts(runner, (command, place), parts)
+        def run(parts: Sequence[DatasetPart]) -> Iterable[tuple[DatasetPart, Mapping[str, Any]]]:
+            return _run_parts(runner, (command, place), parts)
 
-    try:
         yield run, runner.workers
-    finally:
-        runner.close()
+
+
+def _reading_check(place: str) -> ClusterCheck:
+    """Return the check that a machine sees the dataset. Nothing is written: the dataset may be read-only."""
+    from spile.launch.supervisor import ClusterCheck
+    from spile.objects import open_folder
+
+    inputs = [f"{place.rstrip('/')}/{info.key}" for info in islice(open_folder(place).list(), 1)]
+    return ClusterCheck(inputs=tuple(inputs))
 
 
 def _run_parts(
@@ -103,10 +113,15 @@ def _run_parts(
         with untrusted(Failure, f"the result of the worker for part {parts[end.stream]} cannot be read"):
             results.append((parts[end.stream], dict(json.loads(end.last_line))))
 
-    tasks = [StreamTask(place, (*words, "--part", str(part)), part.size) for place, part in enumerate(parts)]
-    outcome = Supervisor(runner, tasks, log=lambda line: console.print(line, markup=False), finished=finished).run(
-        lambda: 0
-    )
+    tasks = [
+        StreamTask(number, (*words, "--part", str(part)), part.size, name=f"part {part}")
+        for number, part in enumerate(parts)
+    ]
+
+    def log_whole(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    outcome = Supervisor(runner, tasks, log=log_whole, finished=finished).run(lambda: 0)
     for place, problem in outcome.failed.items():
         kind = UserError if outcome.refused else Failure
         raise kind(f"{words[0]} failed for part {parts[place]} of {words[1]}", found=problem)

@@ -7,8 +7,14 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from spile.cli.flags import parse_numbers
+from spile.objects import open_folder
+from spile.reading.dataset import open as open_dataset
+from spile.reading.export import check_output, chosen_taps, export_dataset
+from spile.reading.importing import import_pickles
+from spile.reading.push import push_dataset
 from spile.spec.amounts import counted, size
 from spile.spec.run import StoreDtype
+from spile.view.card import dataset_card
 from spile.view.table import output as console
 from spile.view.table import progress_bar
 
@@ -41,9 +47,6 @@ def export(
     ] = None,
 ) -> int:
     """Export a dataset to a format that other programs read. The dataset is not changed."""
-    from spile.reading.dataset import open as open_dataset
-    from spile.reading.export import check_output, chosen_taps, export_dataset
-
     check_output(to, output)
     dataset = open_dataset(root)
     chosen = chosen_taps(dataset, taps)
@@ -78,10 +81,6 @@ def push(
 
     The token is that of HF_TOKEN or of hf auth login.
     """
-    from spile.reading.dataset import open as open_dataset
-    from spile.reading.push import push_dataset
-    from spile.view.card import dataset_card
-
     dataset = open_dataset(root)
     with progress_bar("pushing", "bytes") as seen:
         done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, seen=seen)
@@ -110,9 +109,6 @@ def import_(
 
     Code in them is not run. They contain no tokens, so each token of the dataset is -1.
     """
-    from spile.objects import open_folder
-    from spile.reading.importing import import_pickles
-
     with progress_bar("importing", "files") as seen:
         store = import_pickles(
             source,

@@ -213,9 +213,8 @@ def run_stream(
                 for span in watch.progress.timeline.spans():
                     log(str(span))
             summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
-            watch.finish(summary, spec.data.max_samples)
+            watch.finish(summary, spec.data.max_samples, _answers(spec, summary))
             _warn_of_incomplete_copy(spec, summary.stream)
-            _log_answers(spec, summary)
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
     if summary.interrupted:
@@ -223,17 +222,18 @@ def run_stream(
     return summary.exit_code
 
 
-def _log_answers(spec: RunSpec, summary: Summary) -> None:
-    """Print the path of the answers, if all of them are there, and how to score those of ARC tasks."""
+def _answers(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
+    """Return the path of the answers, if all of them are there, and how to score those of ARC tasks."""
     from spile.objects import open_folder
     from spile.store.stream import read_run
 
     if spec.generation is None or not summary.complete or summary.interrupted:
-        return
-    log(f"{'answers':<11}  {spec.answers_dir or summary.stream}/predictions.jsonl")
+        return []
+    rows = [("answers", f"{spec.answers_dir or summary.stream}/predictions.jsonl")]
     run = read_run(open_folder(summary.root))
     if run is not None and run.answers_are_grids:
-        log(f"{'score':<11}  spile score {summary.root}")
+        rows.append(("score", f"spile score {summary.root}"))
+    return rows
 
 
 def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:

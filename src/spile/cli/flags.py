@@ -534,6 +534,8 @@ class PlaceFlags:
 
 _MODELS = ("spot", "reserved", "best_effort")
 """Ways to pay for machines, which exclude each other."""
+_REQUESTED = ("spot", "reserved", "network", "subnetwork", "external_ips", "service_account")
+"""The flags whose values are part of a request for a machine."""
 
 
 @Parameter(name="*")
@@ -590,13 +592,8 @@ class MachineFlags:
             accelerator_type=machine.name,
             runtime_version=self.runtime_version or default_runtime(machine),
             preemptible=plain and (not self.queued if self.preemptible is None else self.preemptible),
-            spot=self.spot,
-            reserved=self.reserved,
-            network=self.network,
-            subnetwork=self.subnetwork,
-            external_ips=self.external_ips,
-            service_account=self.service_account,
             metadata=_ssh_keys(),
+            **{name: getattr(self, name) for name in _REQUESTED},
         )
         return FleetSpec(
             name=place.fleet,

@@ -6,27 +6,35 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 
 from spile.cli.flags import MachineFlags, PlaceFlags, confirm, print_result, print_results, table_of
+from spile.cli.view import web_of
 from spile.errors import SpecError, UserError
+from spile.fleet import manage
+from spile.fleet.cloud_tpu import CloudTpu, check_place, read_settings
+from spile.fleet.home import FLEET, FleetHome, Lease, fleet_url, fleets_of, refuse_monitored, remember_deployment
+from spile.fleet.manage import NodeResult, slice_secret, wait_for_queued
+from spile.fleet.monitor import FleetMonitor, FleetStatus, worker_problems
+from spile.fleet.provider import Life, Node, NodeState, Provider, QueuedResource
+from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns, plan_workers
+from spile.objects import bucket_url, open_folder
+from spile.objects.folder import NotFound
+from spile.store.layout import RUN
+from spile.store.snapshot import Snapshot, SnapshotReader
+from spile.store.stream import read_run
+from spile.store.streams import finished_quarantines
+from spile.view import fleet as fleet_view
+from spile.view import streams as streams_view
+from spile.view.metrics import MetricsServer
 from spile.view.table import output
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from spile.fleet.cloud_tpu import CloudTpu
-    from spile.fleet.home import FleetHome
-    from spile.fleet.manage import NodeResult
-    from spile.fleet.monitor import FleetMonitor, FleetStatus
-    from spile.fleet.provider import Node, Provider, QueuedResource
-    from spile.fleet.spec import FleetSpec
+from spile.worker.signals import handled
 
 
 def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
@@ -59,10 +67,6 @@ def watch_fleet(
 
     If ``makes`` is False, machines are deleted but none is created.
     """
-    from spile.fleet.monitor import FleetMonitor
-    from spile.view.fleet import watch
-    from spile.view.metrics import MetricsServer
-    from spile.worker.signals import handled
 
     def seen(status: FleetStatus) -> FleetStatus:
         metrics.update(status.to_json())
@@ -80,7 +84,9 @@ def watch_fleet(
                 _show_once(console, status, as_json)
                 return int(status.over and status.failed)
             looks = iter([_first(monitor)])
-            status = watch(lambda: seen(next(looks, None) or monitor.step()), console, interval=interval, sleep=sleep)
+            status = fleet_view.watch(
+                lambda: seen(next(looks, None) or monitor.step()), console, interval=interval, sleep=sleep
+            )
             return int(status.failed)
         except KeyboardInterrupt:
             console.print("stopped watching; everything goes on. The same command watches again.", markup=False)
@@ -98,12 +104,10 @@ def _first(monitor: FleetMonitor) -> FleetStatus:
 
 
 def _show_once(console: Console, status: FleetStatus, as_json: bool) -> None:
-    from spile.view.fleet import render
-
     if as_json:
         print(json.dumps(status.to_json(), indent=1))
     else:
-        console.print(render(status))
+        console.print(fleet_view.render(status))
 
 
 def monitor(
@@ -149,7 +153,6 @@ def monitor(
     """
     if not 0.1 <= interval <= 86400:
         raise SpecError("--interval", expected="from 0.1 to 86400 seconds", found=f"{interval:g}")
-    from spile.cli.view import web_of
 
     home = fleet_home(root, fleet)
     console = output()
@@ -168,8 +171,6 @@ def monitor(
 
 def _change_fleet(home: FleetHome, deployment: str | None, budget: float | None) -> None:
     """Trust the given deployment from this computer on, and change the budget for every monitor."""
-    from spile.fleet.home import remember_deployment
-
     deployed, found = home.read_pinned()
     if deployment is not None:
         remember_deployment(home.folder.url, found, deployment)
@@ -179,10 +180,6 @@ def _change_fleet(home: FleetHome, deployment: str | None, budget: float | None)
 
 def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
     """Return the fleet that ``--fleet`` names next to its bucket or dataset, or whose own folder ``root`` is."""
-    from spile.fleet.home import FLEET, FleetHome, fleet_url
-    from spile.objects import open_folder
-    from spile.objects.folder import NotFound
-
     above, _, last = root.rstrip("/").rpartition("/")
     places = [fleet_url(root, fleet), fleet_url(above, fleet)] if fleet is not None else [root]
     if fleet is None and "/fleet/" not in f"{above}/":
@@ -201,12 +198,6 @@ def fleet_home(root: str, fleet: str | None) -> FleetHome | None:
 def _watch_root(
     root: str, console: Console, interval: float, once: bool, as_json: bool, metrics_port: int | None
 ) -> int:
-    from spile.objects import open_folder
-    from spile.store.layout import RUN
-    from spile.store.snapshot import Snapshot, SnapshotReader
-    from spile.store.stream import read_run
-    from spile.view.metrics import MetricsServer
-    from spile.view.streams import watch
 
     folder = open_folder(root)
     if read_run(folder) is None:
@@ -226,7 +217,7 @@ def _watch_root(
             metrics.update(snapshot.to_json())
             return snapshot
 
-        watch(look, console, interval=interval, once=once)
+        streams_view.watch(look, console, interval=interval, once=once)
     return 0
 
 
@@ -243,11 +234,6 @@ def list_fleets(
     as_json: Annotated[bool, _JSON] = False,
 ) -> int:
     """List the fleets that were deployed to a bucket, with the state of each."""
-    from spile.fleet.home import FleetHome, Lease, fleet_url, fleets_of
-    from spile.fleet.monitor import worker_problems
-    from spile.objects import bucket_url, open_folder
-    from spile.store.streams import finished_quarantines
-
     url = bucket_url(bucket)
     rows: list[dict[str, Any]] = []
     for fleet in fleets_of(url):
@@ -338,8 +324,6 @@ def stop(
 
 
 def _home(root: str, fleet: str | None) -> FleetHome:
-    from spile.objects import bucket_url
-
     found = fleet_home(bucket_url(root), fleet)
     if found is None:
         raise UserError(
@@ -349,8 +333,6 @@ def _home(root: str, fleet: str | None) -> FleetHome:
 
 
 def _client(home: FleetHome, project: str | None) -> CloudTpu:
-    from spile.fleet.cloud_tpu import CloudTpu, read_settings
-
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
 
 
@@ -361,8 +343,6 @@ _MACHINES = MachineFlags()
 
 def _planned(place: PlaceFlags, workers_per_zone: int) -> set[tuple[str, str]]:
     """Return zone and name of the first machines of each zone."""
-    from spile.fleet.spec import plan_workers
-
     planned = plan_workers(place.zone_list(), workers_per_zone, prefix=place.name_prefix)
     return {(worker.zone, worker.name) for worker in planned}
 
@@ -386,11 +366,6 @@ def create(
     wait: Annotated[bool, _WAIT] = True,
 ) -> int:
     """Create ``tpu-{zone}-{n}`` in every zone, in parallel, or one machine by --name. Existing machines stay."""
-    from spile.fleet import manage
-    from spile.fleet.cloud_tpu import check_place
-    from spile.fleet.manage import slice_secret
-    from spile.fleet.spec import Worker
-
     client = place.client()
     fleet = machines.fleet(place, client.project)
     if name is not None:
@@ -431,8 +406,6 @@ def create(
 
 def _wait_until_active(client: Provider, results: Iterable[NodeResult], console: Console) -> None:
     """Wait until the queued resources that were requested are active."""
-    from spile.fleet.manage import wait_for_queued
-
     for result in results:
         if not result.bad:
             wait_for_queued(client, result.zone, result.name)
@@ -455,11 +428,6 @@ def delete(
     yes: Annotated[bool, _YES] = False,
 ) -> int:
     """Delete the fleet's machines. Machines without its label are never touched."""
-    from spile.fleet import manage
-    from spile.fleet.home import refuse_monitored
-    from spile.fleet.manage import NodeResult
-    from spile.fleet.spec import owns
-
     client, console = place.client(), output(soft_wrap=True)
     zones = place.zone_list()
     if queued := queued_id or node_prefix:
@@ -495,10 +463,6 @@ def tpu_status(
 
     With --workers-per-zone, missing machines are listed too.
     """
-    from spile.fleet import manage
-    from spile.fleet.provider import Node, NodeState
-    from spile.fleet.spec import FLEET_LABEL, owns, plan_workers
-
     zones, client = place.zone_list(), place.client()
     nodes = manage.list_nodes(client, zones)
     queued = [each for each in manage.list_waiting(client, zones, nodes) if each.labels.get(FLEET_LABEL) == place.fleet]
@@ -532,10 +496,6 @@ def recreate_preempted(
     yes: Annotated[bool, _YES] = False,
 ) -> int:
     """Delete the fleet's preempted, terminated and stopped machines and create each of them again."""
-    from spile.fleet import manage
-    from spile.fleet.provider import Life
-    from spile.fleet.spec import owns
-
     client, console = place.client(), output(soft_wrap=True)
     zones = place.zone_list()
     fleet = MachineFlags(workers_per_zone=workers_per_zone or 1).fleet(place, client.project)
@@ -552,9 +512,6 @@ def recreate_preempted(
 
 
 def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
-    from spile.fleet.provider import Node
-    from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL
-
     rows: list[dict[str, Any]] = []
     every: list[Node | QueuedResource] = [*nodes, *queued]
     for each in every:

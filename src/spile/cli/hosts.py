@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 from rich.console import Console
 
 from spile.cli.flags import HostFlags, flag, log, variables
 from spile.errors import Failure, SpecError, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.console import Console
-
-    from spile.fleet.agent import LogMachine
-    from spile.hosts.hosts import Host
+from spile.fleet.agent import LOG_FILES, NO_LOG, UNIT, LogMachine, find_machine, last_words, tail_command
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
+from spile.fleet.home import FleetHome, read_log
+from spile.fleet.install import install_on
+from spile.hosts import run as fanout
+from spile.hosts.files import assemble, collect_from, copy_to, load
+from spile.hosts.hosts import Host
+from spile.hosts.run import Job
+from spile.objects import open_folder
+from spile.spec.options import at_least
+from spile.view.hosts import Logs, Output, print_outcomes, results_folder
+from spile.view.table import output as output_console
 
 _WHAT = Group("What to run", sort_key=1)
 _COPY = Group("What to copy, where to", sort_key=4)
@@ -59,27 +62,6 @@ class HostCommandFlags:
         return self.command or (words[0] if len(words) == 1 else shlex.join(words))
 
 
-def results_folder(logs: Path | None) -> Path:
-    """Return the folder for the logs, which must not exist yet: the given one, or one named after the time."""
-    from spile.hosts.files import RESULTS
-
-    if logs is not None:
-        if logs.exists():
-            raise SpecError("--logs names an existing folder", expected="a new folder", found=logs)
-        return logs
-    stem = f"{RESULTS}{datetime.now():%Y%m%d-%H%M%S}"
-    names = (Path(f"{stem}-{again}" if again else stem) for again in count())
-    return next(path for path in names if not path.exists())
-
-
-class Output(Console):
-    """A console whose closed pipe (``spile run … | head``) ends the command on all hosts, like any failed write."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError instead of rich's SystemExit, which would end the event loop before the hosts."""
-        raise BrokenPipeError
-
-
 def run(
     *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     flags: HostCommandFlags = HostCommandFlags(),  # noqa: B008  (frozen)
@@ -90,11 +72,6 @@ def run(
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst one of the hosts.
     """
-    from spile.hosts import run as fanout
-    from spile.hosts.files import copy_to, load
-    from spile.hosts.run import Job
-    from spile.view.hosts import Logs, print_outcomes
-
     line, given, results = flags.line(words), variables(flags.env), results_folder(flags.logs)
     console = Output(highlight=False)
     here, access = Path.cwd(), where.access()
@@ -129,8 +106,6 @@ def install(
 
 def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> None:
     """Install spile on all hosts; raise with the last line of each host that failed."""
-    from spile.fleet.install import install_on
-
     name, done = install_on(hosts, where.access(), force=force)
     bad = [each for each in done if each.error is not None]
     if bad:
@@ -165,14 +140,7 @@ def logs(
     where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
     """Print a worker's log: from its machine over ssh, or its last lines from the bucket if the machine is gone."""
-    from spile.fleet.agent import LOG_FILES, NO_LOG, UNIT, tail_command
-    from spile.hosts import run as fanout
-    from spile.hosts.run import Job
-    from spile.view.hosts import Logs
-    from spile.view.table import output as output_console
-
-    if lines < 0:
-        raise SpecError("-n", expected="0 or more", found=lines)
+    at_least("-n", lines, 0)
     console = output_console()
     if as_json and home is None:
         raise SpecError("--json", expected="--home gs://bucket/fleet/NAME", found="--json alone")
@@ -204,8 +172,6 @@ def _print_stored_log(
     """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
     from collections import deque
 
-    from spile.fleet.home import FleetHome, read_log
-
     opened = FleetHome.open(home)
     named = {str(each.id): each.name for each in opened.read_fleet().workers}
     name = named.get(worker, worker)
@@ -225,15 +191,12 @@ def _print_stored_log(
 
 
 def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
-    from spile.fleet.agent import LogMachine, find_machine
-
     number = int(worker) if worker.isdigit() else None
     if where.hosts:
         named = where.find()
         if not 0 <= host < len(named):
             raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
         return LogMachine(named[host], number, "")
-    from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
     provider = CloudTpu(read_settings(os.environ, project=where.project))
     nodes = provider.nodes(where.zone or "-")
@@ -242,9 +205,6 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
 
 def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
     """Print the last lines of the log from the worker's heartbeat."""
-    from spile.fleet.agent import last_words
-    from spile.objects import open_folder
-
     if output is None:
         raise UserError(
             f"no log of worker {worker}",
@@ -277,9 +237,6 @@ def collect(
     If the folders are parts of one dataset, as on the disks of a pod's hosts, they are merged into one dataset. The
     checksum of each file is checked. After an interruption, run it again: files that are complete are not sent again.
     """
-    from spile.hosts.files import assemble, collect_from
-    from spile.view.table import output as output_console
-
     console = output_console(soft_wrap=True)
     hosts = where.find()
     collected = collect_from(hosts, path, into, where.access())

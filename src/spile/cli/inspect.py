@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.box import ROUNDED
+from rich.console import Console
 from rich.table import Table
 
+from spile.cli.engines import part_workers
 from spile.cli.flags import WorkerFlags
+from spile.data.arc.answers import Score
 from spile.errors import Failure, SpecError, UserError, untrusted
+from spile.reading.dataset import Dataset
+from spile.reading.dataset import open as open_dataset
+from spile.reading.inspection import commit_sizes, known_stats, merged_parts, part_statistics
+from spile.reading.scoring import score_run
 from spile.spec.amounts import counted, size
-from spile.view.table import output
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from spile.data.arc.answers import Score
-    from spile.reading.dataset import Dataset
-    from spile.store.parts import RunParts
-    from spile.store.statistics import TapStatistics
+from spile.store.parts import DatasetPart, RunParts, divide
+from spile.store.statistics import TapStatistics
+from spile.store.streams import read_ledgers
+from spile.view.table import Lasting, output
+from spile.view.web.export import inspection_page, score_page, write_page
 
 
 def inspect(
@@ -41,12 +44,6 @@ def inspect(
 
     With --engine, many processes or machines read the rows; this implies --stats.
     """
-    from spile.cli.engines import part_workers
-    from spile.reading.dataset import open as open_dataset
-    from spile.reading.inspection import part_statistics
-    from spile.store.parts import DatasetPart
-    from spile.store.streams import read_ledgers
-
     if html is not None and engine is not None and engine.asked:
         raise SpecError("--engine", expected="no --html", found="--html, which one process writes")
     dataset = open_dataset(root)
@@ -74,9 +71,6 @@ def _statistics(
     dataset: Dataset, run_parts: RunParts | None, processes: int, *, all_taps: bool
 ) -> dict[str, TapStatistics | None]:
     """Return the statistics of each tap, or None for taps whose rows would have to be read."""
-    from spile.reading.inspection import commit_sizes, known_stats, merged_parts
-    from spile.store.parts import divide
-
     if run_parts is None:
         return {name: dataset.stats(name) if all_taps or known_stats(dataset, name) else None for name in dataset.taps}
     with untrusted(Failure, "the result of a worker is malformed"):
@@ -128,8 +122,6 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
 
 
 def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
-    from spile.view.web.export import inspection_page, write_page
-
     page = inspection_page(dataset, tap=tap, samples=samples)
     write_page(page, html)
     output().print(f"wrote {html} ({size(len(page.encode()))}): one file, nothing is fetched", markup=False)
@@ -152,10 +144,6 @@ def score(
     The variants of a task vote, after their augmentations are undone. An answer without a grid counts as wrong. A
     task without a reference is not scored.
     """
-    from spile.reading.scoring import score_run
-    from spile.view.table import Lasting
-    from spile.view.web.export import score_page, write_page
-
     found = score_run(root, reference, dataset)
     if html is not None:
         write_page(score_page(root, found), html)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from spile.errors import Interrupted
 from spile.worker.signals import INTERRUPTED, exit_handler, handled, interruptible
@@ -27,5 +29,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+def run_process() -> None:
+    """Run ``spile`` as a process of its own, which ends without the last steps of the interpreter.
+
+    In these steps the interpreter ends daemon threads. A thread that is inside a C++ library at that moment ends the
+    whole process with SIGABRT, although the command succeeded.
+    """
+    code = 1
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # Runs last: after the executors' threads have ended and libraries have cleaned up.
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+        raise
+
+
 if __name__ == "__main__":
-    main()
+    run_process()

@@ -26,6 +26,7 @@ from spile.models.families import FAMILIES, read_config
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
 from spile.planning.machines import HERE, Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
+from spile.spec.options import at_least
 from spile.spec.taps import Tap, row_bytes, tap_rows
 from spile.view.table import Lasting, output
 
@@ -308,8 +309,7 @@ def bench(
     """
     from spile.planning.bench import bench as run
 
-    if tokens < 1:
-        raise SpecError("--tokens", expected="1 or more", found=tokens)
+    at_least("--tokens", tokens, 1)
     result = run(_with_own_output(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
     console = output()
     if as_json:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.box import ROUNDED
@@ -17,15 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.api import answer_decoder
+from spile.cli.engines import part_workers
 from spile.cli.flags import WorkerFlags, parse_numbers
 from spile.errors import SpecError
+from spile.objects import open_folder
 from spile.spec.amounts import amount, counted, duration, size
+from spile.spec.options import at_least
 from spile.spec.sample import BAD_ROW
+from spile.store.parts import DatasetPart
+from spile.store.recomputation import Recompute
+from spile.store.report import Garbage, Kind, Report, StreamReport
+from spile.store.verification import verify as prove
+from spile.store.verification import verify_part
 from spile.view.table import Fitting, output, progress_bar
-
-if TYPE_CHECKING:
-    from spile.store.recomputation import Recompute
-    from spile.store.report import Garbage, Kind, Report, StreamReport
 
 _MOST_LINES = 50
 _MOST_NAMED = 16
@@ -53,10 +56,10 @@ class VerifyFlags:
 
     def check(self) -> None:
         """Raise for numbers below their least value, and for flags that exclude each other."""
-        numbers = ("--recompute", self.recompute, 0), ("--seed", self.seed, 0), ("--max-samples", self.max_samples, 1)
-        for flag, value, least in (*numbers, ("--older-than", self.older_than, 0)):
-            if value is not None and not least <= value < math.inf:
-                raise SpecError(flag, expected=f"{least} or more", found=f"{value:g}")
+        at_least("--recompute", self.recompute, 0)
+        at_least("--seed", self.seed, 0)
+        at_least("--max-samples", self.max_samples, 1)
+        at_least("--older-than", self.older_than, 0)
         if self.yes and not (self.gc or self.repair):
             raise SpecError("--yes", expected="--gc or --repair as well", found="--yes alone")
         if self.gc and self.repair:
@@ -80,12 +83,6 @@ def verify(
     samples, which ended their workers, are named. The dataset records them as skipped, so the exit code is 0 if all
     other samples are proven.
     """
-    from spile.cli.engines import part_workers
-    from spile.objects import open_folder
-    from spile.store.parts import DatasetPart
-    from spile.store.verification import verify as prove
-    from spile.store.verification import verify_part
-
     flags.check()
     decode, unchecked = answer_decoder(root)
     if part is not None:

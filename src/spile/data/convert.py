@@ -26,6 +26,7 @@ from spile.data.sources import open_source
 from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
 from spile.objects.local import write_errors
+from spile.spec.options import at_least
 from spile.spec.run import BadRows
 
 
@@ -85,14 +86,10 @@ class RowSelection:
     """Whether a row that cannot be used is an error, or is counted and skipped."""
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--start-index", self.start_index, 0),
-            ("--end-index", self.end_index, 1),
-            ("--max-samples", self.max_samples, 1),
-            ("--max-train-examples", self.max_train_examples, 1),
-        ):
-            if value is not None and value < least:
-                raise SpecError(flag, expected=f"{least} or more", found=str(value))
+        at_least("--start-index", self.start_index, 0)
+        at_least("--end-index", self.end_index, 1)
+        at_least("--max-samples", self.max_samples, 1)
+        at_least("--max-train-examples", self.max_train_examples, 1)
         if self.end_index is not None and self.end_index <= self.start_index:
             raise SpecError(
                 "--end-index", expected=f"more than --start-index {self.start_index}", found=str(self.end_index)

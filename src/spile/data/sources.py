@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -237,21 +237,15 @@ def _element(number: int, element: object, column: str) -> SourceRow:
 
 def _text_lines(location: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file with their line ends."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     rest, number = "", 1
     try:
-        for chunk in chain(StreamFile(location).chunks(), [None]):
-            text = rest + (decoder.decode(chunk) if chunk is not None else decoder.decode(b"", final=True))
-            lines = list(io.StringIO(text, newline="")) if chunk is None else text.split("\n")
-            if chunk is not None:
-                rest = lines.pop()
-                lines = [f"{line}\n" for line in lines]
-                if len(rest) > _LARGEST_DOCUMENT:
-                    raise DataError(
-                        f"{location} line {number}", expected=f"at most {_LARGEST_DOCUMENT >> 20} MiB a line"
-                    )
+        for text in codecs.iterdecode(StreamFile(location).chunks(), "utf-8-sig"):
+            *lines, rest = (rest + text).split("\n")
+            if len(rest) > _LARGEST_DOCUMENT:
+                raise DataError(f"{location} line {number}", expected=f"at most {_LARGEST_DOCUMENT >> 20} MiB a line")
             number += len(lines)
-            yield from lines
+            yield from (f"{line}\n" for line in lines)
+        yield from io.StringIO(rest, newline="")
     except UnicodeDecodeError as error:
         raise DataError(f"{location} near line {number}", expected="UTF-8 text", found=str(error.reason)) from error
 

@@ -20,7 +20,7 @@ from spile.data.lines import LONGEST_LINE, fetched
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
 from spile.objects.folder import read_ahead
-from spile.objects.retry import RequestFailure, Retry, from_status, retry_while_unavailable
+from spile.objects.retry import RequestFailure, Retry, causes, from_status, retry_while_unavailable
 from spile.spec.run import EVERY_FIELD
 
 Result = TypeVar("Result")
@@ -393,21 +393,17 @@ def _is_transient(error: StoreError) -> bool:
 
     if constants.HF_HUB_OFFLINE:  # the user's own setting
         return False
-    seen = error.__cause__
-    while seen is not None:
-        status = getattr(getattr(seen, "response", None), "status_code", None)
+    for cause in causes(error.__cause__):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
             return from_status(status).transient
-        seen = seen.__cause__ or seen.__context__
     return error.__cause__ is not None and _no_network(error.__cause__)
 
 
 def _no_network(error: BaseException) -> bool:
     """Return whether the cause is a missing network."""
-    seen: BaseException | None = error
     words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
-    while seen is not None:
-        if isinstance(seen, ConnectionError | TimeoutError) or any(word in type(seen).__name__ for word in words):
+    for cause in causes(error):
+        if isinstance(cause, ConnectionError | TimeoutError) or any(word in type(cause).__name__ for word in words):
             return True
-        seen = seen.__cause__ or seen.__context__
     return "Couldn't reach" in str(error) or "offline" in str(error).lower()

@@ -7,11 +7,11 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import datetime
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import requests
 
@@ -75,21 +75,9 @@ def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
     return BadRequest(f"cannot {doing}", found=found, fix="check the zone, the type and the version")
 
 
-Read = TypeVar("Read")
-
-
-def _answer(what: str) -> Callable[[Callable[[Mapping[str, Any]], Read]], Callable[[Mapping[str, Any]], Read]]:
-    """Decorate a parser of the API's JSON so that malformed JSON raises a one-line cloud error."""
-
-    def wrapped(read: Callable[[Mapping[str, Any]], Read]) -> Callable[[Mapping[str, Any]], Read]:
-        @wraps(read)
-        def checked(raw: Mapping[str, Any]) -> Read:
-            with untrusted(Unavailable, f"the API's answer is not a valid {what}", fix="try again later"):
-                return read(raw)
-
-        return checked
-
-    return wrapped
+def _answer(what: str) -> ContextDecorator:
+    """Return a decorator of a parser of the API's JSON: malformed JSON raises a one-line cloud error."""
+    return untrusted(Unavailable, f"the API's answer is not a valid {what}", fix="try again later")
 
 
 def _seconds(text: str | None) -> float:

@@ -21,10 +21,18 @@ from spile.data.split import make_streams
 from spile.data.stream import lines_needed
 from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, check_roles
-from spile.fleet.home import REQUIREMENTS, STARTUP, FleetHome, fleets_of, machine_requirements, sha256
+from spile.fleet.home import (
+    REQUIREMENTS,
+    STARTUP,
+    FleetHome,
+    fleets_of,
+    machine_metadata,
+    machine_requirements,
+    sha256,
+    startup_script,
+)
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
-from spile.fleet.monitor import machine_metadata, startup_script
 from spile.fleet.provider import Life, NodeState, Provider, Quota, QuotaLimit
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
@@ -374,10 +382,6 @@ _SHOWN = ("output", "dataset_dir")
 
 def changes(before: FleetSpec, now: FleetSpec) -> list[str]:
     """Return what a deployment would change in the existing one, as lines ``root: A → B``; empty if nothing changes."""
-    return list(_changes(before, now))
-
-
-def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
     facts = {
         "output": (before.root, now.root),
         "streams": (before.streams, now.streams),
@@ -385,12 +389,11 @@ def _changes(before: FleetSpec, now: FleetSpec) -> Iterator[str]:
         "workers": (_places(before), _places(now)),
         "machines": (before.machine.accelerator_type, now.machine.accelerator_type),
     }
-    for name, (old, new) in facts.items():
-        if old != new:
-            yield f"{name}: {old or 'none'} → {new or 'none'}"
+    lines = [f"{name}: {old or 'none'} → {new or 'none'}" for name, (old, new) in facts.items() if old != new]
     names = {**before.environment, **now.environment}  # The values may be secrets.
     if others := [name for name in names if before.environment.get(name) != now.environment.get(name)]:
-        yield f"variables: {', '.join(others)}"
+        lines.append(f"variables: {', '.join(others)}")
+    return lines
 
 
 def _places(fleet: FleetSpec) -> str:
@@ -465,7 +468,7 @@ def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: FleetHome)
             report = home.read_report(node.name)
             if _LAUNCH not in node.metadata or (report is not None and report.updated > node.created):
                 continue
-        wanted = machine_metadata(home.folder.url, node.name, startup_script(), sha256(fleet.to_json()))
+        wanted = machine_metadata(home.folder.url, node.name, sha256(fleet.to_json()))
         wanted[_LAUNCH] = "ssh"
         kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # Its hosts may use it.
         provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from spile.errors import CloudError, Damaged, SpecError, SpileError, UserError, untrusted
-from spile.fleet.manage import NodeResult, by_zone
+from spile.fleet.manage import NodeResult, by_zone, slice_secret
 from spile.fleet.provider import Node, Provider
 from spile.fleet.reconcile import Action, ActionOutcome
 from spile.fleet.spec import FleetSpec, History, Verdict, owns, spec_zones
@@ -115,20 +115,14 @@ class FleetHome:
 
     def read_pinned(self) -> tuple[FleetSpec, str]:
         """Return the specification and the sha256 of its bytes."""
-        try:
-            data = self.folder.get(FLEET)
-        except NotFound:
-            raise UserError(
-                f"no fleet at {self.folder.url}", expected=FLEET, fix="create one with: spile deploy"
-            ) from None
-        return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), hashlib.sha256(data).hexdigest()
+        data = get_if_present(self.folder, FLEET)
+        if data is None:
+            raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="create one with: spile deploy")
+        return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), sha256(data)
 
     def find_fleet(self) -> FleetSpec | None:
         """Return the specification, or None if no fleet was deployed."""
-        try:
-            return self._own(FleetSpec.from_json(self.folder.get(FLEET), f"{self.folder.url}/{FLEET}"))
-        except NotFound:
-            return None
+        return None if get_if_present(self.folder, FLEET) is None else self.read_fleet()
 
     def _own(self, fleet: FleetSpec) -> FleetSpec:
         """Refuse a ``fleet.json`` of another fleet: its machines would be changed by this one."""
@@ -436,6 +430,15 @@ def sha256(data: bytes) -> str:
 def machine_requirements(name: str = REQUIREMENTS) -> bytes:
     """Return the pinned requirements of a machine: for TPUs, or the additional ones for GPUs."""
     return resources.files("spile.fleet").joinpath(name).read_bytes()
+
+
+def startup_script() -> str:
+    return resources.files("spile.fleet").joinpath("startup.sh").read_text()
+
+
+def machine_metadata(home: str, name: str, pin: str) -> dict[str, str]:
+    """Return a machine's metadata: the fleet's folder, the sha256 of fleet.json, the startup script and the secret."""
+    return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": startup_script(), **slice_secret()}
 
 
 def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:

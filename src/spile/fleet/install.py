@@ -13,8 +13,15 @@ from importlib import metadata
 from pathlib import Path
 
 import spile
-from spile.fleet.home import FLEET, REQUIREMENTS, REQUIREMENTS_CUDA, STARTUP, machine_requirements, sha256
-from spile.fleet.monitor import startup_script
+from spile.fleet.home import (
+    FLEET,
+    REQUIREMENTS,
+    REQUIREMENTS_CUDA,
+    STARTUP,
+    machine_requirements,
+    sha256,
+    startup_script,
+)
 from spile.hosts.files import copy_to, load
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Launched, launch
@@ -40,7 +47,7 @@ def build_wheel() -> tuple[str, bytes]:
     info = f"spile-{version}.dist-info"
     files[f"{info}/METADATA"] = _metadata(version).encode()
     files[f"{info}/WHEEL"] = _WHEEL.encode()
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nspile = spile.cli.main:main\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nspile = spile.cli.main:run_process\n"
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
     return f"spile-{version}-py3-none-any.whl", _zip(files)
 

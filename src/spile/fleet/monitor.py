@@ -10,13 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import resources
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from spile.errors import CloudError, SpecError, SpileError, UserError
-from spile.fleet.home import PIN, FleetHome, Holder, Lease, WorkerReport, bucket_clock, check_pinned
-from spile.fleet.manage import Metadata, delete_queued_of, request_for, slice_secret
+from spile.fleet.home import (
+    FleetHome,
+    Holder,
+    Lease,
+    WorkerReport,
+    bucket_clock,
+    check_pinned,
+    machine_metadata,
+)
+from spile.fleet.manage import Metadata, delete_queued_of, request_for
 from spile.fleet.provider import (
     Life,
     Missing,
@@ -210,15 +217,6 @@ def tick(
     return Round(observed, history, tuple(done), problems)
 
 
-def startup_script() -> str:
-    return resources.files("spile.fleet").joinpath("startup.sh").read_text()
-
-
-def machine_metadata(home: str, name: str, script: str, pin: str) -> dict[str, str]:
-    """Return a machine's metadata: the fleet's folder, the sha256 of fleet.json, the script and the secret."""
-    return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": script, **slice_secret()}
-
-
 def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[str, StreamView]:
     """Return what each worker has done: the streams that it held last, added up, with the state of the newest one."""
     held: dict[str, list[tuple[bool, StreamView]]] = {}
@@ -311,6 +309,10 @@ class WorkerStatus:
         return self.sick and not self.past.finished
 
 
+_COUNTS = ("samples", "shards", "committed")
+_PAST = ("finished", "gave_up", "preemptions", "crashes", "stockouts")
+
+
 @dataclass(frozen=True)
 class FleetStatus:
     """The state of a fleet at one moment."""
@@ -375,28 +377,16 @@ class FleetStatus:
                     "zone": each.zone,
                     "status": each.machine.value,
                     "phase": each.view.phase if each.view else Phase.UNKNOWN,
-                    "samples": each.view.samples if each.view else 0,
-                    "shards": each.view.shards if each.view else 0,
-                    "committed": each.view.committed if each.view else 0,
-                    "finished": each.past.finished,
-                    "gave_up": each.past.gave_up,
+                    **{name: getattr(each.view, name) if each.view else 0 for name in _COUNTS},
+                    **{name: getattr(each.past, name) for name in _PAST},
                     "healthy": each.healthy,
-                    "preemptions": each.past.preemptions,
-                    "crashes": each.past.crashes,
-                    "stockouts": each.past.stockouts,
                     "note": each.note,
                 }
                 for each in self.workers
             ],
-            "totals": {
-                name: self.snapshot.total(name)
-                for name in ("samples", "shards", "committed", "tokens", "bytes", "tokens_per_second")
-            },
-            "percent": self.percent,
+            "totals": {name: self.snapshot.total(name) for name in (*_COUNTS, "tokens", "bytes", "tokens_per_second")},
+            **{name: getattr(self, name) for name in ("percent", "healthy", "working", "needs_recovery")},
             "seconds_left": self.snapshot.seconds_left,
-            "healthy": self.healthy,
-            "working": self.working,
-            "needs_recovery": self.needs_recovery,
             "dollars": round(self.history.dollars, 4),
             "stopped": self.history.stopped,
             "machines": self.machines,
@@ -488,7 +478,7 @@ class FleetMonitor:
 
     def _metadata(self, worker: int) -> dict[str, str]:
         name = next(each.name for each in self.fleet.workers if each.id == worker)
-        return machine_metadata(self._home.folder.url, name, startup_script(), self._pin)
+        return machine_metadata(self._home.folder.url, name, self._pin)
 
     def _status(
         self,
@@ -506,13 +496,13 @@ class FleetMonitor:
             past = past_of(done.history, worker)
             nodes = own.get(worker.id, [])
             node = min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
+            case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
             fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
             if node is not None and not sick:
-                health = health_of(WorkerCase(self.fleet, worker, past, now, done.observed), node)
-                heard = node.state.life is Life.ALIVE and done.observed.beat(worker.id, node) is not None
-                crashing = bool(done.observed.pulse(worker.id).crash_loop)
+                health = health_of(case, node)
+                heard = node.state.life is Life.ALIVE and case.beat(node) is not None
+                crashing = bool(case.pulse.crash_loop)
                 fine, sick = fine or (health.fine and heard and not crashing), not health.fine or crashing
-            case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
             view = views.get(worker.name)
             if node is None or node.state.life is not Life.ALIVE:
                 # The last rate of a deleted machine does not count towards the rate of the fleet.

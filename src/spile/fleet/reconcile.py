@@ -75,12 +75,13 @@ class WorkerCase:
         return self.observed.pulse(self.worker.id)
 
     def beat(self, node: Node) -> float | None:
-        """Return the time of its heartbeat if it came from this machine."""
-        return self.observed.beat(self.worker.id, node)
+        """Return the time of its heartbeat if it came from this machine and not from an earlier one."""
+        beat = self.pulse.beat
+        return beat if beat is not None and beat > node.created else None
 
     def verdict(self, node: Node) -> Verdict:
         """Return its agent's verdict if it came from this machine."""
-        return self.observed.verdict(self.worker.id, node)
+        return self.pulse.verdict if self.pulse.reported > node.created else ""
 
 
 _NEVER_HEARD = (

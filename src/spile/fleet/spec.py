@@ -14,6 +14,7 @@ import orjson
 from spile.errors import Damaged, SpecError, untrusted
 from spile.fleet.provider import Node, NodeRequest, Operation
 from spile.planning.machines import Machine, parse_machine
+from spile.spec.options import at_least
 from spile.spec.phase import Phase
 from spile.spec.records import typed_fields
 
@@ -219,8 +220,7 @@ def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str =
         raise SpecError(
             "--zones", expected="zones, each once, such as us-central1-a,us-central1-b", found=repr(",".join(zones))
         )
-    if workers_per_zone < 1:
-        raise SpecError("--workers-per-zone", expected="1 or more", found=str(workers_per_zone))
+    at_least("--workers-per-zone", workers_per_zone, 1)
     return tuple(
         Worker(place * workers_per_zone + number, f"{prefix}-{zone}-{number}", zone)
         for place, zone in enumerate(zones)
@@ -301,16 +301,6 @@ class Observed:
 
     def pulse(self, worker: int) -> Pulse:
         return self.pulses.get(worker, Pulse())
-
-    def beat(self, worker: int, node: Node) -> float | None:
-        """Return the time of the heartbeat if it came from this machine and not from an earlier one."""
-        beat = self.pulse(worker).beat
-        return beat if beat is not None and beat > node.created else None
-
-    def verdict(self, worker: int, node: Node) -> Verdict:
-        """Return the agent's verdict if it came from this machine."""
-        pulse = self.pulse(worker)
-        return pulse.verdict if pulse.reported > node.created else ""
 
 
 def spec_zones(fleet: FleetSpec) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.errors import SpecError
+from spile.spec.options import at_least
 
 if TYPE_CHECKING:
     from spile.launch.supervisor import Engine
@@ -95,15 +96,11 @@ class ClusterJob:
         if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
             expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
             raise SpecError("--name", expected=expected, found=repr(self.name))
-        for flag, value, least in (
-            ("--num-workers", self.workers, 1),
-            ("--hosts-per-worker", self.hosts, 1),
-            ("--cpus", self.cpus, 1),
-            ("--memory-gb", self.memory_gb, 1),
-            ("--retries", self.retries, 0),
-        ):
-            if value is not None and value < least:
-                raise SpecError(flag, expected=f"{least} or more", found=str(value))
+        at_least("--num-workers", self.workers, 1)
+        at_least("--hosts-per-worker", self.hosts, 1)
+        at_least("--cpus", self.cpus, 1)
+        at_least("--memory-gb", self.memory_gb, 1)
+        at_least("--retries", self.retries, 0)
         if not 10 <= self.grace <= 3600:
             raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
         flag = "the command"

@@ -27,6 +27,7 @@ import yaml
 from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, refuse_control_characters
 from spile.planning.machines import Machine
+from spile.spec.options import at_least
 from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -114,13 +115,9 @@ class KubernetesJob:
     def __post_init__(self) -> None:
         if not self.image or " " in self.image:
             raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
-        for flag, value, least in (
-            ("--gpus", self.gpus, 0),
-            ("--disk-gb", self.disk_gb, 1),
-            ("--keep-hours", self.keep_hours, 0),
-        ):
-            if value < least:
-                raise SpecError(flag, expected=f"{least} or more", found=str(value))
+        at_least("--gpus", self.gpus, 0)
+        at_least("--disk-gb", self.disk_gb, 1)
+        at_least("--keep-hours", self.keep_hours, 0)
         if self.gpus and self.machine is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from spile.errors import SpecError
@@ -206,9 +207,13 @@ class LocalEngine:
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:  # noqa: ARG002  (there is only one machine)
         share = self._free.pop(0)
         env = {**share.env, **task.env}
-        log = _LogFile(None if self._log_dir is None else self._log_dir / f"stream_{task.stream:03d}.log")
-        process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=log)
+        process = WorkerProcess(task.single_process_words, env=env, cores=share.cores, on_line=self._log(task.stream))
         self._running[task.stream] = process, share
+
+    def _log(self, stream: int) -> Callable[[str], None]:
+        if self._log_dir is None:
+            return lambda _line: None
+        return partial(_append, self._log_dir / f"stream_{stream:03d}.log")
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         until = time.monotonic() + seconds
@@ -244,13 +249,7 @@ class LocalEngine:
             process.wait(5.0)
 
 
-class _LogFile:
-    """Appends the output of all attempts of a stream to one file."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def __call__(self, line: str) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+def _append(path: Path, line: str) -> None:
+    """Append a line of output to a file, which all attempts of a stream share."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

@@ -49,13 +49,14 @@ def check_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, Any]
         return found
     found["spile"] = __version__
     try:
-        home = open_folder(output)
-        try:
-            home.info(token)
-        except NotFound:
-            found["problem"] = f"{output} is another folder there: expected a bucket, or a folder that all nodes share"
-            return found
-        preflight(home)
+        if output:
+            home = open_folder(output)
+            try:
+                home.info(token)
+            except NotFound:
+                found["problem"] = f"{output} is another folder there: expected a bucket, or a folder all nodes share"
+                return found
+            preflight(home)
         for place in inputs:
             folder, name = split(place)
             if not any(True for _ in open_folder(folder).list(name)):
@@ -264,7 +265,7 @@ class RayEngine:
         if self._hosts_per_worker > 1:
             self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
             return
-        ref = self._submit(task.single_process_words, task, self._options(f"stream {task.stream}", avoid))
+        ref = self._submit(task.single_process_words, task, self._options(task.label, avoid))
         self._refs[ref] = task.stream
 
     def _options(self, name: str, avoid: Collection[str] = ()) -> dict[str, Any]:
@@ -313,7 +314,7 @@ class RayEngine:
         for gang, nodes in zip(waiting, find_gangs(fitting, self._hosts_per_worker, taken), strict=False):
             refs = []
             for number, node in enumerate(nodes):
-                name = f"stream {gang.task.stream} host {number}"
+                name = f"{gang.task.label} host {number}"
                 strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
                 options = {**self._options(name), "scheduling_strategy": strategy}
                 words = gang.words(number, str(nodes[0]["NodeManagerAddress"]))

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob, refuse_control_characters
+from spile.spec.options import at_least
 from spile.store.quarantine import VARIABLE
 
 _PAUSE = 10
@@ -47,8 +48,7 @@ class SlurmJob:
     def __post_init__(self) -> None:
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             raise SpecError("--time", expected="D-HH:MM:SS, as sbatch takes it", found=repr(self.time))
-        if self.gpus < 0:
-            raise SpecError("--gpus", expected="0 or more", found=str(self.gpus))
+        at_least("--gpus", self.gpus, 0)
         words = (("--partition", self.partition), ("--account", self.account), ("--log-dir", self.log_dir))
         for flag, word in words:
             if word is not None and not re.fullmatch(r"\S+", word):

@@ -22,7 +22,6 @@ streams running, moves streams away from silent and slow machines, and stops the
 
 from __future__ import annotations
 
-import re
 import secrets
 import signal
 import statistics
@@ -33,6 +32,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
+from spile.data.manifest import STREAM
 from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
@@ -189,6 +189,12 @@ class StreamTask:
     size: int = 0
     """Bytes of the stream's file. The longest stream is started first."""
     env: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    """What messages call it. [default: stream N]"""
+
+    @property
+    def label(self) -> str:
+        return self.name or f"stream {self.stream}"
 
     @property
     def single_process_words(self) -> tuple[str, ...]:
@@ -220,9 +226,9 @@ class WorkerEnd:
 class ClusterCheck:
     """The checks that every machine runs before the run starts."""
 
-    output: str
-    """The output folder, which the machine must be able to write."""
-    token: str
+    output: str = ""
+    """The output folder, which the machine must be able to write; empty if nothing is written."""
+    token: str = ""
     """An object in the output folder that only a machine with the same folder can see."""
     inputs: tuple[str, ...] = ()
     """Folders and files that the machine must be able to read."""
@@ -268,14 +274,11 @@ class Engine(Protocol):
         ...
 
 
-_STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
-
-
 def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> list[StreamTask]:
     """Return one task per ``stream_NNN.jsonl`` in a folder or bucket; ``words`` returns the arguments for a number."""
     found = []
     for info in open_folder(dataset_dir).list("stream_"):
-        named = _STREAM_FILE.fullmatch(info.key)
+        named = STREAM.fullmatch(info.key)
         if named is not None:
             found.append(StreamTask(int(named[1]), words(int(named[1])), info.size))
     if not found:
@@ -470,23 +473,23 @@ class Supervisor:
         stream.history, stream.not_before = decision.history, self._clock() + decision.pause
         if decision.action is RestartAction.RESTART:
             stream.state = "waiting"
-            self._log_restart(end, decision)
+            self._log_restart(stream.task.label, end, decision)
         elif decision.action is RestartAction.DONE:
             stream.state = "done"
             self._finished(end)
         else:
             stream.state, stream.action = "failed", decision.action
             stream.problem = _problem(end, decision)
-            self._log(f"stream {end.stream}: given up: {stream.problem}")
+            self._log(f"{stream.task.label}: given up: {stream.problem}")
 
-    def _log_restart(self, end: WorkerEnd, decision: Decision) -> None:
+    def _log_restart(self, label: str, end: WorkerEnd, decision: Decision) -> None:
         where = f" on {end.where}" if end.where else ""
         if end.code is None:
             cause = f" ({end.cause})" if end.cause else ""
-            self._log(f"stream {end.stream}: its machine{where} was lost{cause}; it continues on another")
+            self._log(f"{label}: its machine{where} was lost{cause}; it continues on another")
         elif end.code not in _STOPPED and not self._stopping:
             how = decision.reason if decision.fenced else f"its worker{where} ended with {_problem(end, decision)}"
-            self._log(f"stream {end.stream}: {how}; it continues in {decision.pause:g} s")
+            self._log(f"{label}: {how}; it continues in {decision.pause:g} s")
 
     def _stop_if_hopeless(self, progress: bool) -> None:
         """Stop the run if streams fail for one cause that will make all others fail too."""

@@ -12,7 +12,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,16 @@ from typing_extensions import Buffer
 
 from spile.errors import StoreError
 from spile.objects.clouds import Cloud, cloud_of, http_timeout
-from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, checked_key, possible_prefix, read_ahead
+from spile.objects.folder import (
+    NotFound,
+    ObjectInfo,
+    Stats,
+    Unfinished,
+    checked_key,
+    possible_prefix,
+    read_ahead,
+    run_interruptibly,
+)
 from spile.objects.machine import positive_number
 from spile.objects.retry import RequestFailure, Retry, from_obstore
 
@@ -90,25 +98,6 @@ class _Connection:
         self.errors = (self.obstore.exceptions.BaseError, OSError, ValueError)
 
 
-def _run_interruptibly(call: Callable[[], Result]) -> Result:
-    """Run a call in another thread if this is the main thread, so that signals are handled while it waits.
-
-    The thread is a daemon: after Ctrl+C the program does not wait for the request.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return call()
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="request", daemon=True).start()
-    return future.result()
-
-
 class Bucket:
     """What all folders of one bucket share: connections, memory for uploads, counters and the retry policy."""
 
@@ -134,7 +123,7 @@ class Bucket:
         self.cloud.check_credentials()
         connection = self.connection
         try:
-            return _run_interruptibly(lambda: call(connection))
+            return run_interruptibly(lambda: call(connection))
         except connection.errors as error:
             raise from_obstore(error) from error
 

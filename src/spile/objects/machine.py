@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import math
 import os
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,15 +71,29 @@ def google_metadata_url(path: str, environment: Mapping[str, str]) -> str:
     return f"http://{host}/computeMetadata/v1/{path}"
 
 
-def ask_metadata(method: str, url: str, headers: Mapping[str, str], seconds: float) -> str | None:
-    """Return the metadata server's answer, or None if this machine has no such server. Proxies are not used."""
+def metadata_reply(method: str, url: str, headers: Mapping[str, str], seconds: float) -> tuple[int, str]:
+    """Return the status and the content of the metadata server's answer; 0 and what is wrong if there is none.
+
+    Proxies are not used.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, headers=dict(headers), method=method)  # noqa: S310 - always http
     try:
         with opener.open(request, timeout=seconds) as reply:
-            return str(reply.read(_METADATA_BYTES).decode().strip())
-    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # URLError and HTTPError are OSErrors
-        return None
+            return reply.status, reply.read(_METADATA_BYTES).decode()
+    except urllib.error.HTTPError as error:
+        return error.code, f"status {error.code}"
+    except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            return 0, f"no answer within {seconds:.2g} s"
+        return 0, (getattr(reason, "strerror", None) or str(reason)).lower()
+
+
+def ask_metadata(method: str, url: str, headers: Mapping[str, str], seconds: float) -> str | None:
+    """Return the metadata server's answer, or None if this machine has no such server."""
+    status, content = metadata_reply(method, url, headers, seconds)
+    return content.strip() if 200 <= status < 300 else None
 
 
 @dataclass(frozen=True)

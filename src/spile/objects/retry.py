@@ -6,7 +6,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -60,8 +60,8 @@ _CONNECTION_WORDS = (
     (r"", "an unreadable reply"),
 )
 _PERMANENT = "no secure connection"
-_MISTYPED = 10.0
-"""Seconds for which the hub is asked again for a name that may be a mistyped path."""
+_BRIEF = 10.0
+"""Seconds for which the hub is asked again for a name that may be a mistyped path, or while somebody waits."""
 
 
 class RequestFailure(Exception):
@@ -95,6 +95,13 @@ class RequestFailure(Exception):
     def wrong_region(self) -> bool:
         """Whether the request went to a region that does not hold the bucket."""
         return self.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def from_status(status: int, body: bytes | str = b"") -> RequestFailure:
@@ -146,10 +153,13 @@ class Retry:
         return cls(first=min(cls.first, total / 10), total=total)
 
     @classmethod
-    def for_name(cls, name: str) -> Retry:
-        """Return the retry for a name that the hub is asked for. Without an owner it may be a mistyped local path."""
+    def for_name(cls, name: str, *, patient: bool = True) -> Retry:
+        """Return the retry for a name that the hub is asked for. Without an owner it may be a mistyped local path.
+
+        Not ``patient``: somebody waits for the answer, as a reader does who only wants the tokenizer.
+        """
         found = cls.from_environment()
-        return found if "/" in name else replace(found, total=min(found.total, _MISTYPED))
+        return found if patient and "/" in name else replace(found, total=min(found.total, _BRIEF))
 
     def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:
         """Call ``attempt`` until it succeeds, and count the retries in ``stats``.

@@ -380,16 +380,5 @@ def _own(name: str, value: object, source: str) -> Machine:
     tflops = _number(value["tflops"], where)
     if not tflops:
         raise SpecError(f"{where}.tflops", expected="more than 0", found=0)
-    return Machine(
-        name=name,
-        topology="",
-        generation="",
-        shape=(chips,),
-        chips=chips,
-        cores=chips,
-        devices=chips,
-        hosts=hosts,
-        hbm_bytes=int(_number(value["hbm_gib"], where) * GIB),
-        tflops=tflops,
-        price=_price(value, where),
-    )
+    made = _unpriced(name, chips, _number(value["hbm_gib"], where) * GIB, tflops)
+    return replace(made, hosts=hosts, price=_price(value, where))

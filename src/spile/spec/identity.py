@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from spile.spec.positions import ALL
@@ -16,6 +17,10 @@ from spile.spec.taps import SCALED, Tap, TapRows
 IN_TURN = "rows in turn"
 """The split of a dataset whose streams read its rows in turn, instead of files of their own."""
 _NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer", "folders")
+_DEFAULTS: dict[str, Any] = {
+    "backend": "jax", "keep": (), "positions": ALL, "prompt.template_from": None, "steering": None,
+}  # fmt: skip
+"""Values that are left out, so that a new field does not change the fingerprints of existing runs."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +77,11 @@ class RunIdentity:
         for part in ("prompt", "generation"):
             fields.update({f"{part}.{name}": value for name, value in (fields.pop(part) or {}).items()})
         fields.update(fields.pop("unknown"))
-        # Defaults are left out, so that a new field does not change the fingerprints of existing runs.
-        if self.backend == "jax":
-            del fields["backend"]
-        if not self.keep:
-            del fields["keep"]
-        if self.positions == ALL:
-            del fields["positions"]
-        if self.prompt.template_from is None:
-            del fields["prompt.template_from"]
-        if self.steering is None:
-            del fields["steering"]
-        return {name: value for name, value in sorted(fields.items()) if name not in _NOT_COMPARED}
+        return {
+            name: value
+            for name, value in sorted(fields.items())
+            if name not in _NOT_COMPARED and (name not in _DEFAULTS or value != _DEFAULTS[name])
+        }
 
     @property
     def format(self) -> int:
@@ -94,6 +92,10 @@ class RunIdentity:
 
     def fingerprint(self) -> str:
         """Return a hash of :meth:`compared`. The header of every shard contains it."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:  # cached, because opening a dataset compares it with every stream's
         canonical = json.dumps(self.compared(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 

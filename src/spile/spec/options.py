@@ -64,6 +64,12 @@ def one_of(flag: str, value: str, choices: object) -> None:
         raise SpecError(flag, expected=f"one of {', '.join(known)}", found=repr(value))
 
 
+def at_least(flag: str, value: float | None, least: int) -> None:
+    """Raise an error unless the value is None or a finite number that is not below ``least``."""
+    if value is not None and not least <= value < math.inf:
+        raise SpecError(flag, expected=f"{least} or more", found=str(value))
+
+
 def within(flag: str, value: float | None, low: float, high: float) -> None:
     """Raise an error unless the value is None or in this range."""
     if value is not None and not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):

@@ -52,20 +52,12 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 and math.isfinite(value)
 
 
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _text_of_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
 _PLAIN: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     "int": lambda value: _number(value) and isinstance(value, int),
     "float": _number,
     "None": lambda value: value is None,
-    "tuple[str, ...]": _texts,
-    "Mapping[str, str]": _text_of_texts,
+    "tuple[str, ...]": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+    "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
 }

@@ -140,19 +140,14 @@ def encode_header(
 
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    relative: dict[str, TensorPlace] = {}
     stop = 0
     for name, code, shape in tensors:
         start, stop = stop, stop + _bytes(code, shape)
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, stop]}
-        relative[name] = TensorPlace(name, code, shape, start, stop)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % align)
     if len(text) > _MOST:
         raise ValueError(f"a header of {len(text)} bytes")
     begin = 8 + len(text)
-    places = {
-        name: TensorPlace(name, place.code, place.shape, begin + place.start, begin + place.stop)
-        for name, place in relative.items()
-    }
+    places = {name: _place(name, field, begin) for name, field in header.items() if name != _METADATA}
     return len(text).to_bytes(8, "little") + text, SafetensorsHeader(begin, places, dict(metadata))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import socket
@@ -19,18 +18,11 @@ from typing import Any
 from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
-from spile.spec.records import known_fields
+from spile.spec.records import typed_fields
 from spile.store.layout import PROGRESS
 from spile.version import __version__
 
 _COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
-
-
-def _count(value: Any) -> int:
-    number = int(value)
-    if not 0 <= number < 1 << 63:
-        raise ValueError(f"{number} is no count")
-    return number
 
 
 @dataclass(frozen=True)
@@ -82,16 +74,9 @@ class Beat(Reading):
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Beat:
         """Return the heartbeat that :meth:`to_json` described; raise any exception if a field is malformed."""
-        known = known_fields(cls, found)
-        for name in _COUNTS:
-            known[name] = _count(known[name])
-        rate = float(known["tokens_per_second"])
-        known["tokens_per_second"] = rate if math.isfinite(rate) else 0.0
-        known["expected"] = None if known["expected"] is None else _count(known["expected"])
-        for name in ("attempt", "host", "version", "started", "updated"):
-            known[name] = str(known[name])
-        known["log_tail"] = tuple(str(line) for line in known.get("log_tail", ()))
-        known["last_error"] = None if known.get("last_error") is None else str(known["last_error"])
+        known = typed_fields(cls, found)
+        if any(known[name] < 0 for name in _COUNTS) or (known["expected"] or 0) < 0:
+            raise ValueError("a negative count")
         beat = cls(**{**known, "phase": Phase.read(known["phase"])})
         beat.age(0.0), beat.idle(0.0)  # These raise if a time is malformed.
         return beat

@@ -398,7 +398,7 @@ class ShardBuilder:
         self._context = _Context.of(samples) if schema.positions else None
         if len(np.unique(self._index)) != len(samples):
             raise ValueError("a sample is in the shard twice")
-        self._plan = self._lay(len(samples))
+        self._plan = self._plan_of(schema, len(samples))
         self._crcs = [ChunkedCrc(self._plan.chunk_bytes[tap]) for tap in self._taps]
         widths = [schema.sums().get(tap + SUMS) for tap in self._taps]
         self._statistics = [None if width is None else TapAccumulator(width) for width in widths]
@@ -419,9 +419,6 @@ class ShardBuilder:
     def offsets(self) -> npt.NDArray[np.int64]:
         """The first row of each sample, and the end of the last one."""
         return self._offsets
-
-    def _lay(self, samples: int) -> ShardLayout:
-        return self._plan_of(self._schema, samples)
 
     def _plan_of(self, schema: ShardSchema, samples: int) -> ShardLayout:
         context = 0 if self._context is None else int(self._context.offsets[samples])
@@ -483,7 +480,7 @@ class ShardBuilder:
         if not 0 < samples <= len(self._notes):
             raise ValueError(f"{samples} samples of the {len(self._notes)} begun")
         tokens = int(self._offsets[samples])
-        plan = self._plan if samples == len(self._notes) else self._lay(samples)
+        plan = self._plan if samples == len(self._notes) else self._plan_of(self._schema, samples)
         chunks = {tap: self._chunks(number, tokens) for number, tap in enumerate(self._taps)}
         known = {tap: each.result() for tap, each in zip(self._taps, self._statistics, strict=True) if each is not None}
         if any(each.count != tokens for each in known.values()):  # They include rows that the shard does not keep.

@@ -6,6 +6,8 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.errors import Failure
+from spile.errors import Failure, SpecError
+from spile.hosts.files import RESULTS
 from spile.hosts.hosts import Host
 from spile.hosts.run import HostOutcome
 
@@ -98,6 +101,25 @@ class Logs:
         with self._console.capture() as drawn:
             self._console.print(text, end="", soft_wrap=True)
         return drawn.get()
+
+
+def results_folder(logs: Path | None) -> Path:
+    """Return the folder for the logs, which must not exist yet: the given one, or one named after the time."""
+    if logs is not None:
+        if logs.exists():
+            raise SpecError("--logs names an existing folder", expected="a new folder", found=logs)
+        return logs
+    stem = f"{RESULTS}{datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path(f"{stem}-{again}" if again else stem) for again in count())
+    return next(path for path in names if not path.exists())
+
+
+class Output(Console):
+    """A console whose closed pipe (``spile run … | head``) ends the command on all hosts, like any failed write."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError instead of rich's SystemExit, which would end the event loop before the hosts."""
+        raise BrokenPipeError
 
 
 def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -24,6 +24,7 @@ from spile.errors import SpileError, printable
 from spile.spec.amounts import amount, counted, duration, size
 
 if TYPE_CHECKING:
+    from spile.fleet.monitor import FleetStatus
     from spile.store.snapshot import Snapshot, StreamView
 
 _NO_WIDTH = 10_000
@@ -253,23 +254,9 @@ def headline(percent: float | None, seconds_left: float | None) -> list[str]:
 Seen = TypeVar("Seen")
 
 
-class HealthCounts(Protocol):
-    """The counts in the footer."""
-
-    @property
-    def healthy(self) -> int:
-        """Streams or workers that are done, working or starting."""
-
-    @property
-    def working(self) -> int:
-        """Those with a recent heartbeat."""
-
-    @property
-    def needs_recovery(self) -> int:
-        """Those that are unfinished and have no worker."""
-
-
-def footer(health: HealthCounts, taken: float, interval: float | None, news: Sequence[Text] = ()) -> list[Text]:
+def footer(
+    health: Snapshot | FleetStatus, taken: float, interval: float | None, news: Sequence[Text] = ()
+) -> list[Text]:
     """Return the lines below every table, with ``news`` between the counts and the time."""
     needs = health.needs_recovery
     lines = [
@@ -285,7 +272,7 @@ def footer(health: HealthCounts, taken: float, interval: float | None, news: Seq
     return lines
 
 
-def health_line(health: HealthCounts) -> str:
+def health_line(health: Snapshot | FleetStatus) -> str:
     """Return the same counts as one line of text."""
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
 

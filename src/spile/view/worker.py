@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -41,9 +41,10 @@ class WatchedWorker:
     progress: Progress
     stop: threading.Event
 
-    def finish(self, summary: Summary, max_samples: int | None = None) -> None:
-        """Print the summary."""
-        rows = facts(summary, max_samples)
+    def finish(self, summary: Summary, max_samples: int | None = None, more: Sequence[tuple[str, str]] = ()) -> None:
+        """Print the summary, with the rows ``more`` before the next command."""
+        *rows, command = facts(summary, max_samples)
+        rows += [*more, command]
         if self.console.is_terminal:
             self.console.print(report(rows))
         else:  # unwrapped lines are easier to search

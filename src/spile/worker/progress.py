@@ -425,6 +425,10 @@ def hang_limit(longest: float | None) -> float:
     return _HANG_FIRST if longest is None else max(_HANG_LEAST, _HANG_BATCHES * longest)
 
 
+_READ = ("phase", "samples", "samples_committed", "tokens", "shards_written", "shards_committed")
+"""What a heartbeat has of the counters."""
+
+
 class StatusFiles:
     """The heartbeat and ``--checkpoint-dir`` files of a run."""
 
@@ -465,12 +469,7 @@ class StatusFiles:
     def _reading(self) -> Reading:
         now = self.progress.snapshot()
         return Reading(
-            phase=now.phase,
-            samples=now.samples,
-            samples_committed=now.samples_committed,
-            tokens=now.tokens,
-            shards_written=now.shards_written,
-            shards_committed=now.shards_committed,
+            **{name: getattr(now, name) for name in _READ},
             tokens_per_second=now.recent_tokens_per_second,
             retries=self._stream.folder.stats.retries,
             expected=self.expected,

@@ -10,6 +10,7 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from spile.errors import UserError
 from spile.launch.engines import EngineRequest
-from spile.launch.ray_engine import RayEngine
+from spile.launch.ray_engine import RayEngine, check_node
 from spile.launch.supervisor import ClusterCheck, StreamTask
 from spile.version import __version__
 
@@ -153,3 +154,13 @@ def test_a_ray_version_mismatch_names_both_versions(monkeypatch: pytest.MonkeyPa
         "found Ray 2.49.1 and Python 3.12.1. Install the cluster's versions here, or start the command on one of its "
         "nodes."
     )
+
+
+def test_a_node_that_only_reads_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As for spile verify: the dataset may be read-only."""
+    monkeypatch.setitem(sys.modules, "ray", StandInRay({}))
+    (tmp_path / "run.json").write_text("{}")
+    changed = tmp_path.stat().st_mtime_ns
+    assert check_node("", "", [f"{tmp_path}/run.json"])["problem"] == ""
+    assert check_node("", "", [f"{tmp_path}/no.json"])["problem"] == f"it does not see {tmp_path}/no.json"
+    assert tmp_path.stat().st_mtime_ns == changed

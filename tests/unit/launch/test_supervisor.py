@@ -133,6 +133,8 @@ def test_a_machine_lost_after_a_commit_is_no_error_however_often() -> None:
     assert (outcome.exit_code, outcome.done) == (0, 2)
     assert engine.started.count(0) == 41
     assert output[0] == "stream 0: its machine on host0 was lost; it continues on another"
+    assert StreamTask(0, ("verify",)).label == "stream 0"
+    assert StreamTask(0, ("verify",), name="part 0-3").label == "part 0-3"
 
 
 def test_a_stream_that_is_lost_again_and_again_without_a_commit_is_given_up() -> None:

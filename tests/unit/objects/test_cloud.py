@@ -259,3 +259,9 @@ def test_a_name_without_an_owner_is_asked_for_only_briefly(monkeypatch: pytest.M
     assert (Retry.for_name("Qwen/Qwen2.5-0.5B").total, Retry.for_name("gpt2").total) == (180, 10)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "2")
     assert (Retry.for_name("Qwen/Qwen2.5-0.5B").total, Retry.for_name("gpt2").total) == (2, 2)
+
+
+def test_the_hub_is_asked_briefly_if_somebody_waits() -> None:
+    found = [Retry.for_name("Qwen/Qwen2.5-0.5B"), Retry.for_name("Qwen/Qwen2.5-0.5B", patient=False)]
+    found += [Retry.for_name("activatoins"), Retry.for_name("activatoins", patient=False)]
+    assert [retry.total for retry in found] == [180, 10, 10, 10]

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spile
+from spile.cli.engines import part_workers
+from spile.cli.flags import WorkerFlags
 from spile.cli.main import main
 from spile.errors import Failure
 from spile.objects import open_folder
@@ -114,3 +116,10 @@ def test_processes_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as exit_:
         main([command, str(tmp_path / "none"), "--engine", "local"])
     assert exit_.value.code == 2
+
+
+def test_what_an_engine_prints_is_not_part_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Ray does when it loses a node."""
+    with part_workers("verify", ".", WorkerFlags(num_workers=1)):
+        print("a node was lost")
+    assert capsys.readouterr() == ("", "a node was lost\n")

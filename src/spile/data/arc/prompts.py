@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from spile.data.arc.encoders import GridEncoder
 from spile.data.arc.grids import Grid, Pair, Task
-from spile.spec.run import PROMPT_VERSIONS
 
 
 def shuffled(count: int, *key: object) -> list[int]:
@@ -137,33 +136,20 @@ def _numbered(grids: Iterable[Grid], encoder: GridEncoder) -> str:
     return "\n\n".join(f"Grid {n}\n{encoder.to_text(grid)}" for n, grid in enumerate(grids, 1))
 
 
-def _user(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
-
-
-def _output_v0(task: Task, encoder: GridEncoder) -> Messages:
-    return _user(f"{_OUTPUT_V0}\n\n{_examples(task, encoder)}")
-
-
-def _output_v1(task: Task, encoder: GridEncoder) -> Messages:
-    return [{"role": "system", "content": _SYSTEM}, *_user(f"{_OUTPUT_V1}\n\n{_examples(task, encoder)}")]
-
-
-def _inputs_v0(task: Task, encoder: GridEncoder) -> Messages:
-    grids = _numbered((pair.input for pair in task.train), encoder)
-    return [{"role": "system", "content": _SYSTEM}, *_user(f"{_INPUTS}\n\n{grids}")]
-
-
-def _outputs_v0(task: Task, encoder: GridEncoder) -> Messages:
-    grids = _numbered((pair.output for pair in task.train), encoder)
-    return [{"role": "system", "content": _SYSTEM}, *_user(f"{_OUTPUTS}\n\n{grids}")]
-
-
-VERSIONS: dict[str, Callable[[Task, GridEncoder], Messages]] = dict(
-    zip(PROMPT_VERSIONS, (_output_v0, _output_v1, _inputs_v0, _outputs_v0), strict=True)
-)
+VERSIONS: dict[str, tuple[str, Callable[[Task, GridEncoder], str]]] = {
+    "output-from-examples-v0": (_OUTPUT_V0, _examples),
+    "output-from-examples-v1": (_OUTPUT_V1, _examples),
+    "input-from-inputs-v0": (_INPUTS, lambda task, text: _numbered((pair.input for pair in task.train), text)),
+    "output-from-outputs-v0": (
+        _OUTPUTS,
+        lambda task, text: _numbered((pair.output for pair in task.train), text),
+    ),
+}
+"""The instruction of each version, and the function that writes the grids."""
 
 
 def arc_messages(task: Task, encoder: GridEncoder, version: str) -> Messages:
     """Return the task as chat messages. If there are several test inputs, the prompt asks for the first."""
-    return VERSIONS[version](task, encoder)
+    instruction, grids = VERSIONS[version]
+    user = {"role": "user", "content": f"{instruction}\n\n{grids(task, encoder)}"}
+    return [user] if version == "output-from-examples-v0" else [{"role": "system", "content": _SYSTEM}, user]

@@ -27,7 +27,7 @@ from spile.reading.inspection import (
     row_distances,
     sampled_rows,
 )
-from spile.reading.rows import RowBatch, SampleRef
+from spile.reading.rows import RowBatch
 from spile.reading.samples import StoredSample
 from spile.reading.scoring import score_run
 from spile.spec.sample import Prediction, Role
@@ -124,18 +124,6 @@ def _about(viewer: Viewer, query: Query) -> _Answer:
     return {"version": __version__, "roots": roots, "features": viewer.features is not None, "live": viewer.live}
 
 
-def _run(viewer: Viewer, query: Query) -> _Answer:
-    return viewer.root(query).describe_run()
-
-
-def _stream(viewer: Viewer, query: Query) -> _Answer:
-    return viewer.root(query).describe_stream(query.number("stream"))
-
-
-def _events(viewer: Viewer, query: Query) -> _Answer:
-    return {"events": viewer.root(query).events()}
-
-
 def _dataset(viewer: Viewer, query: Query) -> _Answer:
     dataset = viewer.root(query).dataset()
     run, streams = dataset.run, dataset.streams
@@ -168,11 +156,8 @@ def _samples(viewer: Viewer, query: Query) -> _Answer:
         return _search(dataset, query)
     start, count = query.number("start", 0), min(query.number("count", 100), _PAGE)
     found = dataset.samples[start : start + count]
-    return {"total": len(dataset.samples), "start": start, "rows": [_listed(ref) for ref in found]}
-
-
-def _listed(ref: SampleRef) -> list[Any]:
-    return [ref.stream, ref.index, ref.task_id, ref.length, ref.preview, _plain(ref.kept)]
+    rows = [[ref.stream, ref.index, ref.task_id, ref.length, ref.preview, _plain(ref.kept)] for ref in found]
+    return {"total": len(dataset.samples), "start": start, "rows": rows}
 
 
 def _plain(value: Any) -> Any:
@@ -449,14 +434,6 @@ def _difference(viewer: Viewer, query: Query) -> _Answer:
     return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}
 
 
-def _features(viewer: Viewer, query: Query) -> _Answer:
-    return _index(viewer).overview(viewer.root(query).dataset())
-
-
-def _feature(viewer: Viewer, query: Query) -> _Answer:
-    return _index(viewer).feature(viewer.root(query).dataset(), query.number("feature"))
-
-
 def _index(viewer: Viewer) -> FeatureIndex:
     if viewer.features is None:
         raise UserError("no autoencoder was given", fix="start with: spile view ROOT --sae PATH")
@@ -488,9 +465,9 @@ def _task(task: TaskScore) -> _Answer:
 
 ENDPOINTS: dict[str, Callable[[Viewer, Query], _Answer]] = {
     "about": _about,
-    "run": _run,
-    "stream": _stream,
-    "events": _events,
+    "run": lambda viewer, query: viewer.root(query).describe_run(),
+    "stream": lambda viewer, query: viewer.root(query).describe_stream(query.number("stream")),
+    "events": lambda viewer, query: {"events": viewer.root(query).events()},
     "dataset": _dataset,
     "samples": _samples,
     "sample": _sample,
@@ -502,7 +479,7 @@ ENDPOINTS: dict[str, Callable[[Viewer, Query], _Answer]] = {
     "cosine": _cosine,
     "compare": _compare,
     "difference": _difference,
-    "features": _features,
-    "feature": _feature,
+    "features": lambda viewer, query: _index(viewer).overview(viewer.root(query).dataset()),
+    "feature": lambda viewer, query: _index(viewer).feature(viewer.root(query).dataset(), query.number("feature")),
     "score": _score,
 }

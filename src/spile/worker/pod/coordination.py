@@ -17,12 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from typing import IO, Any
 
 from spile.errors import PodError
+from spile.objects.folder import run_interruptibly
 from spile.worker.pod.identity import Identity
 
 SERVICE_HEARTBEAT = 100
@@ -114,7 +113,7 @@ class Coordination:
             shutdown_on_destruction=False,
             use_compression=True,
         )
-        _in_thread(client.connect)
+        run_interruptibly(client.connect)
         state = distributed.global_state
         state.client, state.coordinator_address = client, address
         state.process_id, state.num_processes = identity.process, identity.count
@@ -166,7 +165,7 @@ class Coordination:
         me = str(self.identity.process)
         self.put(f"at/{name}/{me}", "here")
         try:
-            _in_thread(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
+            run_interruptibly(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
         except jax.errors.JaxRuntimeError as error:
             late = self._late_error(name, timeout)
             if late is None:
@@ -190,24 +189,6 @@ class Coordination:
             f"within {timeout:g} s: {named}{reached}",
             fix="see those hosts' logs, then run the same command again",
         )
-
-
-def _in_thread(call: Callable[[], object]) -> None:
-    """Run a long call in a thread: it waits outside Python, where the main thread could not handle signals."""
-    errors: list[BaseException] = []
-    over = threading.Event()
-
-    def work() -> None:
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
-        over.set()
-
-    threading.Thread(target=work, name="spile-barrier", daemon=True).start()
-    over.wait()
-    if errors:
-        raise errors[0]
 
 
 # -- the service's own process ----------------------------------------------------------------------------------------

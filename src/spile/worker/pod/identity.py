@@ -6,19 +6,16 @@ silence for a no would do the work of the whole slice by itself, and so would ev
 
 from __future__ import annotations
 
-import http.client
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from spile.errors import PodError, SpecError
-from spile.objects.machine import google_metadata_url
+from spile.objects.machine import google_metadata_url, metadata_reply
 
 Metadata = Callable[[str], str | None]
 """Returns an attribute of the VM; None if it does not exist. Raises :class:`NoMetadata` if there is no answer."""
@@ -72,7 +69,7 @@ class _MetadataServer:
     def __call__(self, key: str) -> str | None:
         began, pause = time.monotonic(), _PAUSE
         while True:
-            status, content = _get(self.base + key, self.patience.one)
+            status, content = metadata_reply("GET", self.base + key, {"Metadata-Flavor": "Google"}, self.patience.one)
             if status in (200, 404):
                 return content if status == 200 else None
             refused = 400 <= status < 500 and status != 429
@@ -90,22 +87,6 @@ class _MetadataServer:
             fix="run it again, or give --process-id, --num-processes and --coordinator-address "
             "(--num-processes 1 if this host works alone)",
         )
-
-
-def _get(url: str, seconds: float) -> tuple[int, str]:
-    """Return the status and the content; if the request failed, what is wrong instead of the content."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is reached without a proxy
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})  # noqa: S310 - always http
-    try:
-        with opener.open(request, timeout=seconds) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, f"status {error.code}"
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
-            return 0, f"no answer within {seconds:.2g} s"
-        return 0, (getattr(reason, "strerror", None) or str(reason)).lower()
 
 
 ROLL_CALL_PORT = 5555
