@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# More than the number of cores: many tests wait for processes and servers. Each worker collects all tests, which takes 10 s.
-JOBS   ?= 4
+# More than the number of cores: many tests wait for processes and servers. Each worker collects all tests, which takes 8 s.
+JOBS   ?= 3
 # The image target for image-check: cpu, cuda or tpu.
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal

@@ -25,21 +25,26 @@ install_import_hook(
     "beartype.beartype",
 )
 settings.register_profile("untimed", deadline=None)  # A slow machine is not a failure.
-settings.register_profile("quick", deadline=None, max_examples=20)  # make test; test-all runs 100
+settings.register_profile("quick", deadline=None, max_examples=10)  # make test; test-all runs 100
 settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl+C, and so would every process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_ON_S3_TOO = ("objects", "test_race.py", "test_worker_faults.py")
+_ON_S3_TOO = ("objects", "test_race.py")
 """The folders and files whose tests on S3 are not slow."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the files whose tests all need torch if those are not selected: its import takes seconds in each worker."""
+    return True if collection_path.name.startswith("test_torch_") and "not torch" in config.option.markexpr else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most tests on S3 slow: a request to moto takes more CPU time than everything else in a test.
 
-    Those of the bucket client itself, of races and of faults after a write stay.
+    Those of the bucket client itself and of races stay.
     """
     for item in items:
         values = getattr(getattr(item, "callspec", None), "params", {})

@@ -171,7 +171,14 @@ def _try(steps: list[tuple[str, int]], place: Path, tokenizer: Tokenizer) -> Non
         world.judge()
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "examples",
+    [
+        15,
+        pytest.param(60, marks=pytest.mark.slow),
+        pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_no_sequence_of_events_ends_in_a_false_proof(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, examples: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""SIGKILL at every write step of the store, then a second run: nothing is lost, doubled or damaged.
+"""SIGKILL at every write step of the store (``make test``: at some), then a second run: nothing is lost or damaged.
 
 The store alone, in one thread, so that the steps are the same at each run and none is left out: a commit has several.
 ``test_worker_kill`` kills the real worker's loop at the same steps, where threads mix them, and at random instants.
@@ -43,18 +43,21 @@ def _committed(folder: Folder) -> list[str]:
     return [shard.name for stream in open_dataset(folder).streams for shard in stream.shards]
 
 
-def test_a_kill_at_every_system_call_of_a_local_run(tmp_path: Path) -> None:
-    steps = steps_killed(str(tmp_path), 14, shard=7, step=4)
+@pytest.mark.parametrize("each", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_every_system_call_of_a_local_run(tmp_path: Path, each: int) -> None:
+    steps = steps_killed(str(tmp_path), 14, each, shard=7, step=4)
     assert steps > 60
 
 
-def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize("each", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_every_system_call_while_shards_are_cut_short(tmp_path: Path, each: int) -> None:
     """Compaction moves bytes in place: an incomplete file must never be read as a shard."""
-    assert steps_killed(str(tmp_path), 7, each=2, shard=7, step=4, cut=4) > 40
+    assert steps_killed(str(tmp_path), 7, each, shard=7, step=4, cut=4) > 40
 
 
-def test_a_kill_at_every_request_of_a_cloud_run(cloud_url: str) -> None:
-    assert steps_killed(cloud_url, 12, each=2 if cloud_url.startswith("gs") else 3, shard=12) > 12
+@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_kill_at_every_request_of_a_cloud_run(cloud_url: str, each: int) -> None:
+    assert steps_killed(cloud_url, 12, each, shard=12) > 12
 
 
 @pytest.mark.parametrize("cloud_url", ["az"], indirect=True)

@@ -132,7 +132,14 @@ def _try(steps: list[tuple[str, int]], place: Path, tokenizer: Tokenizer) -> lis
     return said
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "examples",
+    [
+        15,
+        pytest.param(40, marks=pytest.mark.slow),
+        pytest.param(3000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
 def test_no_sequence_of_events_ends_in_a_false_proof(
     tmp_path_factory: pytest.TempPathFactory, chatml: Tokenizer, examples: int
 ) -> None:

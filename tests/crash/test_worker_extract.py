@@ -7,12 +7,15 @@ between two bfloat16 numbers, the stored one is the neighbour.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,7 @@ import spile
 from holding import HeldCommits
 from spile.data.lines import embedded_tasks
 from spile.store.verification import verify
+from unit.cli.refusals import spile as spile_command
 
 TASKS = 14
 ROUNDING = 1e-4
@@ -56,19 +60,22 @@ class Command:
         self._words += ["--store-dtype", store_dtype, "--layers", "0,2"]
 
     def start(self, *words: object, held: HeldCommits | None = None) -> subprocess.Popen[str]:
-        size = () if "--shard-size-gb" in words else ("--shard-size-gb", "0.001")
-        command = [sys.executable, "-m", "spile.cli.main", *map(str, [*self._words, *size, *words])]
+        command = [sys.executable, "-m", "spile.cli.main", *map(str, self._with_size(words))]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", **(held.environment if held is not None else {})}
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
 
     def run(self, *words: object) -> str:
-        """Run the command to its end and return its output."""
-        process = self.start(*words)
-        out, errors = process.communicate(timeout=200)
-        assert (process.returncode, errors) == (0, "")
-        return " ".join(out.split())
+        """Run the command to its end in this process and return its output."""
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+            code = spile_command(*self._with_size(words))
+        assert (code, errors.getvalue()) == (0, "")
+        return " ".join(out.getvalue().split())
+
+    def _with_size(self, words: Sequence[object]) -> list[object]:
+        size = () if "--shard-size-gb" in words else ("--shard-size-gb", "0.001")
+        return [*self._words, *size, *words]
 
     def until_committed(self, process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + 200
@@ -212,6 +219,8 @@ def test_four_devices_of_one_process(tasks: Path, whole: Path, tmp_path: Path, m
     """Data parallelism over local devices gives the same rows as one device."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     command = Command(tasks, tmp_path / "out")
-    message = command.run("--batch-tokens", "1024")
-    assert "device 4 × cpu" in message
+    process = command.start("--batch-tokens", "1024")
+    message, errors = process.communicate(timeout=200)
+    assert (process.returncode, errors) == (0, "")
+    assert "device 4 × cpu" in " ".join(message.split())
     assert_equal(command.output, whole)

@@ -91,6 +91,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         (here / "reviews.csv").write_text("review,label\nThe cat sat,1\nDogs bark,0\n")
         rows = [{"text": "The cat sat", "label": 1, "source": "a"}, {"text": "Dogs bark", "label": 0, "source": "b"}]
         (here / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        chats = [{"messages": [{"role": "user", "content": text}]} for text in ("The cat sat", "Dogs bark")]
+        (here / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         (here / "prompts.txt").write_text("The cat sat\nDogs bark\n")
         (here / "arc-agi" / "training").mkdir(parents=True)
         (here / "arc-agi" / "training" / "t0.json").write_bytes(stream_text(0, 1))

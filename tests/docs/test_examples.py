@@ -95,6 +95,7 @@ def test_an_sae_learns_without_storing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"]
 
 
+@pytest.mark.slow
 def test_the_probe_is_better_than_a_guess(tmp_path: Path) -> None:
     words = ["apple", "river", "seven", "green", "paper"]
     rows = [f"{word} {other} {place},{place % 2}" for place in range(4) for word in words for other in words]

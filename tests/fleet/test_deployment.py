@@ -126,6 +126,7 @@ def test_a_refused_task_is_reported_and_its_machine_deleted(world: World) -> Non
     assert world.cloud.cloud.nodes("-") == []
 
 
+@pytest.mark.slow
 def test_deploy_without_monitor_then_one_look(world: World) -> None:
     """Without a monitor, machines finish and delete themselves."""
     words = ("deploy", *TASK, "--gcs-bucket", "gs://b", "--zones", A, "--max-samples", "1", "--create-tpus")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -17,10 +18,11 @@ from fleet.ssh.loopback import wait_until
 from spile_fakes.cloud import ApiError
 
 C = "us-east1-d"
-DEPLOY = (
-    "deploy", "--model", "embedded", "--dataset", "embedded", "--gcs-bucket", "b", "--num-streams", "24", "--interval",
-    "1", "--shard-size-gb", "0.0005", "--create-tpus", "--yes",
+RUN = (
+    "deploy", "--model", "embedded", "--dataset", "embedded", "--gcs-bucket", "b", "--interval", "1", "--shard-size-gb",
+    "0.0005", "--create-tpus", "--yes",
 )  # fmt: skip
+DEPLOY = (*RUN, "--num-streams", "24")
 
 
 @pytest.mark.slow
@@ -73,6 +75,37 @@ def test_two_then_eight_then_three_workers_over_24_streams_with_preemptions(worl
     assert f"quarantined in tpu_{_poisoned_stream(world)}: {POISON} (" in log.read_text(), "the monitor names it"
     assert f"quarantined: {POISON} (worker killed by signal 9" in world.spile("fleet", "list", "b")[1]
     assert len(world.objects("fleet/default/workers/")) >= 6, "the fleet had grown"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_slices_of_two_hosts_share_streams_and_one_is_preempted(world: World) -> None:
+    """Each slice claims streams as one worker. The other slice or a successor finishes the streams of the lost one."""
+    world.cloud.vms.environment["SPILE_CLAIM_SECONDS"] = "10"
+    words = (*RUN, "--num-streams", "6", "--zones", f"{A},{B}", "--tpu-type", "v4-16")
+    code, text = world.spile(*words)
+    assert code == 0, text
+    log = world.folder / "monitor.txt"
+    with log.open("w") as out:
+        monitor = world.start("monitor", "gs://b/fleet/default", "--interval", "1", log=out)
+        try:
+            _take_machines(world, monitor, random.Random(4), commits=6, most=1)
+            assert monitor.wait(600) == 0, log.read_text()[-3000:] + world.logs()
+        finally:
+            monitor.kill()
+            monitor.wait()
+    assert world.cloud.cloud.nodes("-") == [], "no machine is left"
+    code, text = world.spile("verify", "gs://b/activations")
+    assert code == 0, text
+    homes = sorted(path.name for path in (world.folder / "cloud").glob("us-*/*/*"))
+    assert homes == ["host0"] * 3 + ["host1"] * 3, "two slices and one successor"
+    shards = [key for key in world.objects("activations/tpu_") if key.endswith(".safetensors")]
+    assert {(key.split("/")[1], key.rpartition("-")[2]) for key in shards} == {
+        (f"tpu_{stream}", f"h{host:02d}.safetensors") for stream in range(6) for host in range(2)
+    }, "both hosts of a slice stored rows of each stream"
+    objects = world.gcs.buckets.buckets["b"].objects
+    claims = [key for key in world.objects("activations/claims/") if key.endswith(".json")]
+    assert len({json.loads(objects[key].data)["worker"] for key in claims}) == 2, "the successor has the same name"
 
 
 def _poisoned_stream(world: World) -> int:

@@ -21,7 +21,6 @@ def spile(*words: str, more: Mapping[str, str] | None = None, devices: int = 1) 
         return group.wait(120)[0]
 
 
-@pytest.mark.slow
 def test_one_host_checks_itself() -> None:
     ended = spile("pod", "check", devices=4, more={"PYTHONUTF8": "1"})
     assert ended.code == 0, ended.err

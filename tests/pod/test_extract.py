@@ -25,7 +25,7 @@ from spile.store.verification import verify
 LENGTH = 64
 SAMPLES = 25
 """A full batch on 8 devices of one row each, and 17 more."""
-VARIANTS = 2
+VARIANTS = 1
 WHOLE = 48 * VARIANTS
 """All embedded tasks, each in so many variants: commits enough for a kill to land among them."""
 

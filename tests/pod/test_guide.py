@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from pod.launching import clean_environment, started
 from ports import free_port
 
@@ -28,6 +30,7 @@ def general(line: str) -> str:
     return re.sub(r"(port|of|sees|over|Forward over) \d+", r"\1 N", line)
 
 
+@pytest.mark.slow
 def test_the_guide_shows_what_is_printed() -> None:
     place = f"127.0.0.1:{free_port()}"
     hosts = "127.0.0.1,127.0.0.1"

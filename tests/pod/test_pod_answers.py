@@ -13,8 +13,9 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.store.verification import verify
 from spile.worker.extract import run_stream
+from unit.models.toy_models import small_model
 
-COUNT = 11
+COUNT = 7
 """More than there are slots, and no multiple of the devices."""
 
 BODY = """
@@ -25,8 +26,9 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
     for name, mesh, drawing in json.loads({cases!r}):
         data = DataSpec(dataset={tasks!r}, max_seq_length=64, long="skip")
-        spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(0, 5), batch_size=1,
-                           mesh_shape=tuple(mesh), shard_size_gb=5e-5, generation=GenerationSpec(24, **drawing))
+        spec = ExtractSpec(model={model!r}, data=data, output={root!r} + "/" + name, store_dtype="float32",
+                           layers=(0, 1), batch_size=1, mesh_shape=tuple(mesh), shard_size_gb=1e-5,
+                           generation=GenerationSpec(9, **drawing))
         assert run_stream(spec, hosts=hosts).complete, name
 """
 DRAWING = {"temperature": 0.7, "top_p": 0.9}
@@ -55,15 +57,16 @@ def answer_tokens(root: Path) -> list[tuple[int, list[int]]]:
 def test_processes_give_the_answers_of_one(
     tmp_path: Path, tasks: Path, processes: int, cases: list[tuple[str, tuple[int, int], dict[str, float]]]
 ) -> None:
-    body = BODY.format(cases=json.dumps(cases), tasks=str(tasks), root=str(tmp_path))
+    model = str(small_model(tmp_path / "model", 2))
+    body = BODY.format(cases=json.dumps(cases), tasks=str(tasks), root=str(tmp_path), model=model)
     with launch(tmp_path, body, processes, devices=1) as group:
         ended = group.wait(280)
     assert [end.code for end in ended] == [0] * processes, [end.err[-1500:] for end in ended]
     for name, _, drawing in cases:
         alone = tmp_path / f"{name}-alone"
         data = DataSpec(dataset=str(tasks), max_seq_length=64, long="skip")
-        spec = ExtractSpec(data=data, output=str(alone), store_dtype="float32", layers=(0, 5), batch_size=3,
-                           mesh_shape=(1, 1), generation=GenerationSpec(24, **drawing))  # fmt: skip
+        spec = ExtractSpec(model=model, data=data, output=str(alone), store_dtype="float32", layers=(0, 1),
+                           batch_size=3, mesh_shape=(1, 1), generation=GenerationSpec(9, **drawing))  # fmt: skip
         assert run_stream(spec).complete
         assert answer_tokens(tmp_path / name) == answer_tokens(alone)
         report = verify(str(tmp_path / name))
@@ -72,6 +75,6 @@ def test_processes_give_the_answers_of_one(
         for sample in reference.samples:
             ours, theirs = found.sample(0, sample.index), reference.sample(0, sample.index)
             np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-            rows = theirs.rows("residual.5")
+            rows = theirs.rows("residual.1")
             scale = np.sqrt(np.mean(np.square(rows)))
-            np.testing.assert_allclose(ours.rows("residual.5"), rows, atol=1e-4 * scale, rtol=0)
+            np.testing.assert_allclose(ours.rows("residual.1"), rows, atol=1e-4 * scale, rtol=0)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
 
 from ports import free_port
+from spile.cli.main import main
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exists() else None)
 WHY_NOT = "OpenSSH's sshd is not installed (apt-get install openssh-server)"
@@ -174,6 +180,27 @@ def spile(project: Path, *words: str, **more: object) -> subprocess.Popen[str]:
         start_new_session=True,
         **more,  # type: ignore[arg-type]
     )
+
+
+def done(project: Path, *words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Run the program in this process, which avoids starting Python; its code, output and errors."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(project))
+        stack.enter_context(patch.dict(os.environ, {"COLUMNS": "200", **(env or {})}))
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+        for number, file in ((1, out), (2, err)):  # what the processes that it starts print, too
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(file.fileno(), number)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main(list(words))
+        texts = []
+        for file in (out, err):
+            file.flush()
+            file.seek(0)
+            texts.append(file.read())
+    return int(ended.value.code or 0), texts[0], texts[1]
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str, str]:

@@ -6,8 +6,9 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-from fleet.ssh.loopback import Hosts, finish, spile, wait_until
+from fleet.ssh.loopback import Hosts, done, finish, spile, wait_until
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.provider import NodeRequest
 from spile.objects import open_folder
@@ -40,11 +41,11 @@ def make(client: CloudTpu, name: str, kind: str = "v3-8", worker: int | None = N
 def test_the_last_lines_of_a_machine(hosts: Hosts, tmp_path: Path) -> None:
     (hosts[1].home / "spile-worker.log").write_text("".join(f"line {number}\n" for number in range(200)))
     flags = hosts.flags(1)
-    code, out, err = finish(spile(tmp_path, "logs", "5", "-n", "3", *flags))
+    code, out, err = done(tmp_path, "logs", "5", "-n", "3", *flags)
     assert (code, out, err) == (0, "line 197\nline 198\nline 199\n", "")
-    code, out, _ = finish(spile(tmp_path, "logs", "5", *flags))
+    code, out, _ = done(tmp_path, "logs", "5", *flags)
     assert (code, out.count("\n")) == (0, 100)
-    code, _, err = finish(spile(tmp_path, "logs", "5", *hosts.flags(0)))
+    code, _, err = done(tmp_path, "logs", "5", *hosts.flags(0))
     assert (code, err.startswith(f"spile: no log on {hosts[0].name}: expected the unit spile-worker, or ")) == (2, True)
 
 
@@ -55,7 +56,7 @@ def test_a_machine_with_systemd_is_asked_for_its_journal(hosts: Hosts, tmp_path:
         (tools / name).write_text(f"#!/bin/sh\n{text}\n")
         (tools / name).chmod(0o755)
     (hosts[0].home / ".bash_profile").write_text(f"PATH={tools}:/usr/bin:/bin\nsudo() {{ return 1; }}\n")
-    code, out, err = finish(spile(tmp_path, "logs", "0", "-n", "7", *hosts.flags(0)))
+    code, out, err = done(tmp_path, "logs", "0", "-n", "7", *hosts.flags(0))
     assert (code, out, err) == (0, "journal: --no-pager --quiet -o cat -u spile-worker -n 7\n", "")
 
 
@@ -77,29 +78,29 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
     beat(tmp_path / "out", 5, "t1v-n-0-w-0")
     make(client, "tpu-us-central1-a-0", worker=5)
     fake.cloud.preempt(ZONE, "tpu-us-central1-a-0")
-    env = {"env": dict(fake.environment())}
+    env: Any = {"env": dict(fake.environment())}
     for name in ("5", "tpu-us-central1-a-0"):
-        code, out, err = finish(spile(tmp_path, "logs", name, "--output", "out", "-n", "2", **env))
+        code, out, err = done(tmp_path, "logs", name, "--output", "out", "-n", "2", **env)
         assert (code, err) == (0, "")
         assert out.split("\n") == [
             "tpu-us-central1-a-0 is PREEMPTED; "
             "the heartbeat of 2026-01-16T14:32:15Z (failed, on t1v-n-0-w-0) has the log's end:",
             "two [b]", "three", "last error: it broke", "",
         ]  # fmt: skip
-    code, _, err = finish(spile(tmp_path, "logs", "5", **env))
+    code, _, err = done(tmp_path, "logs", "5", **env)
     line = (
         "no log of worker 5: found tpu-us-central1-a-0 is PREEMPTED. Pass --home gs://bucket/fleet/NAME, where its log"
     )
     assert (code, err) == (2, f"spile: {line} is kept, or --output gs://… for the last lines.\n")
-    code, _, err = finish(spile(tmp_path, "logs", "6", "--output", "out", **env))
+    code, _, err = done(tmp_path, "logs", "6", "--output", "out", **env)
     assert code == 2
     assert "no heartbeat of worker 6 in" in err
     assert "expected one in stream_N/progress.json. Check --output." in err
-    code, _, err = finish(spile(tmp_path, "logs", "t1v-n-0-w-0", "--output", "out", **env))
+    code, _, err = done(tmp_path, "logs", "t1v-n-0-w-0", "--output", "out", **env)
     assert code == 0
     assert ClaimBook(open_folder(str(tmp_path / "out")), "tpu-us-central1-a-0").take([8]) is not None
     beat(tmp_path / "out", 8, "the-host-of-stream-8")
-    code, out, err = finish(spile(tmp_path, "logs", "5", "--output", "out", **env))
+    code, out, err = done(tmp_path, "logs", "5", "--output", "out", **env)
     assert (code, "on the-host-of-stream-8" in out) == (0, True), "a worker of a fleet claims any stream"
 
 
@@ -111,7 +112,7 @@ def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: 
     for number, address in enumerate(addresses[1:], 1):
         empty_hosts.start(number, address=str(address), port=first.port)
     words = ["--tpu-prefix", "multi", "--ssh-option", f"Port={first.port}", *empty_hosts.flags()[2:]]
-    env = {"env": dict(fake.environment())}
+    env: Any = {"env": dict(fake.environment())}
     line = "echo $TPU_WORKER_ID $MEGASCALE_SLICE_ID $MEGASCALE_NUM_SLICES $MEGASCALE_COORDINATOR_ADDRESS"
     code, out, err = finish(spile(project, "run", *words, "--command", line, **env))
     assert (code, err) == (0, "")
@@ -121,7 +122,7 @@ def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: 
     known = (empty_hosts.folder / "known_hosts").read_text()
     ids = {node.uid for node in client.nodes(ZONE) if node.name != "multi-other"}
     assert {line.split()[0] for line in known.splitlines()} == {f"tpu.{uid}-{host}" for uid in ids for host in (0, 1)}
-    code, _, err = finish(spile(project, "run", "--tpu-prefix", "none", "--", "true", **env))
+    code, _, err = done(project, "run", "--tpu-prefix", "none", "--", "true", **env)
     assert (code, err) == (
         2,
         "spile: no TPU VM named none, nor none-0, none-1, …: found multi-0, multi-1, multi-other. "

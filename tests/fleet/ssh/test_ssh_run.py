@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleet.ssh.loopback import Hosts, finish, keygen, spile, wait_until
+from fleet.ssh.loopback import Hosts, done, finish, keygen, spile, wait_until
 from spile.cli.main import main
 
 STUBBORN = "trap '' TERM INT HUP; setsid sleep 1000 & while :; do sleep 0.2; done"
@@ -168,7 +168,7 @@ def test_the_copy_is_a_mirror_that_keeps_what_the_host_made(hosts: Hosts, projec
 
 def bad(project: Path, *words: str) -> tuple[int, str]:
     """The code and the one line."""
-    code, _, err = finish(spile(project, *words))
+    code, _, err = done(project, *words)
     assert err.count("\n") == 1, err
     assert "Traceback" not in err
     assert list(project.glob("spile-run-*")) == []

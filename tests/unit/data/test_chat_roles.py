@@ -169,8 +169,14 @@ BOMBS = {
     "quadratic regular expression": "{% set s = '<' * 400000 %}{% for i in range(99) %}{{ s | striptags | length }}"
     "{{ s | urlize | length }}{% endfor %}",
 }
-_LATE = ("membership in a long list", "length of a generator", "quadratic regular expression")
-"""Ended by the limit of time, as the nested loops are."""
+_LATE = (
+    "membership in a long list",
+    "length of a generator",
+    "quadratic regular expression",
+    "squared integer",
+    "nested lists",
+)
+"""Ended by the limit of time, as the nested loops are, or by that of memory, as the doubled text is, but later."""
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,10 @@ def test_absurd_selections(values: dict[str, int], words: str) -> None:
         RowSelection(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("setting", "value"), [("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("HF_ENDPOINT", "http://127.0.0.1:9"), pytest.param("HF_HUB_OFFLINE", "1", marks=pytest.mark.slow)],
+)
 def test_without_a_network_one_line_says_so_and_what_to_do(setting: str, value: str, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")} | {

@@ -227,7 +227,7 @@ def test_an_error_while_reading_arrives_in_its_place(tmp_path: Path, jsonl: Writ
     assert alive() == 0
 
 
-@pytest.mark.parametrize("looked_at", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("looked_at", [1, 4, *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 2, 3))])
 def test_what_was_looked_at_is_given_all_the_same_and_an_error_too(
     tmp_path: Path, jsonl: Write, looked_at: int
 ) -> None:

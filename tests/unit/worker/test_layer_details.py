@@ -56,9 +56,9 @@ def test_gradients_are_stored_and_recomputed(tmp_path: Path) -> None:
     spile.extract("embedded", TEXTS, tmp_path, gradients="loss", **options)
     dataset = spile.open(tmp_path)
     assert dataset.taps == ("loss", "residual.1", "grad.residual.1")
-    alone = [spile.tap("embedded", [text], taps="residual.1", gradients="loss")[0] for text in TEXTS]
-    for stored, fresh in zip(dataset, alone, strict=True):
-        np.testing.assert_allclose(stored["grad.residual.1"], fresh["grad.residual.1"], atol=1e-6)
+    (alone,) = spile.tap("embedded", TEXTS[1:2], taps="residual.1", gradients="loss")
+    np.testing.assert_allclose(dataset[1]["grad.residual.1"], alone["grad.residual.1"], atol=1e-6)
+    for stored in dataset:
         assert stored["grad.residual.1"][:-1].any()
         assert not stored["grad.residual.1"][-1].any()  # nothing follows the last token
     assert spile.verify(tmp_path, recompute=3).ok
