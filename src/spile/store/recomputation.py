@@ -96,28 +96,23 @@ def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -
     with np.errstate(invalid="ignore", over="ignore"):
         norm = np.linalg.norm(wide, axis=1)
         changes = plain - wide, again - plain, kept - wide
-        weights = gain_weights(wide, kind.dtype, np)
+        weights = _gain_weights(wide, kind.dtype)
         total = np.maximum((weights * wide).sum(axis=1), 1e-30)
         along = [norm * (x * weights).sum(axis=1) / total for x in (again - wide, kept - wide)]
         return np.array([norm, *(np.linalg.norm(change, axis=1) for change in changes), *along], np.float32)
 
 
-def gain_weights(reference: Any, dtype: str, xp: Any) -> Any:
+def _gain_weights(reference: _Array, dtype: str) -> _Array:
     """Return the weight of each number of ``[…, width]`` in the gain: the number itself, so that it is a projection.
 
     In float8 the weight of a number above the row's mean is less: weight times number is at most the square of the
     mean, so that a few large numbers do not decide the gain. In int8 the largest number is exact.
-
-    Args:
-        reference: The rows.
-        dtype: The stored dtype.
-        xp: The library that computes: NumPy or jax.numpy.
     """
     if dtype != "float8_e4m3":
         return reference
-    size = xp.abs(reference)
+    size = np.abs(reference)
     mean = size.mean(axis=-1, keepdims=True)
-    return reference * xp.minimum(1.0, xp.square(mean / xp.maximum(size, 1e-30)))
+    return np.asarray(reference * np.minimum(1.0, np.square(mean / np.maximum(size, 1e-30))))
 
 
 @dataclass

@@ -121,10 +121,12 @@ class DeviceProducer(Producer):
         progress: Progress | None = None,
         runs: Sequence[LayerRun] | None = None,
         edits: Sequence[tuple[Tap, Edit]] = (),
+        options: dict[str, str | bool] | None = None,
     ) -> None:
         self.params, self.config, self.taps, self._edits = params, config, taps, edits
         self.runs = one_run_per_layer(layers_needed(taps, config.n_layers)) if runs is None else runs
         """How the layers of ``params`` are stacked."""
+        self._options = options
         self._tap_groups = tap_groups(taps, self.runs)
         self._store_dtype = store_dtype
         self.mesh, self.attention, self.dtype = mesh, attention, dtype
@@ -229,12 +231,13 @@ class DeviceProducer(Producer):
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
         with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
-            platform, options = self.mesh.devices.flat[0].platform, None
-            if platform == "gpu" and self.config.experts is None:
-                options = _GPU_OPTIONS
-            elif platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4:
-                options = _CPU_OPTIONS
-            return self._lower(shape).compile(options)
+            return self._lower(shape).compile(self._options or self._default_options())
+
+    def _default_options(self) -> dict[str, str | bool] | None:
+        platform = self.mesh.devices.flat[0].platform
+        if platform == "gpu" and self.config.experts is None:
+            return _GPU_OPTIONS
+        return _CPU_OPTIONS if platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4 else None
 
     def _lower(self, shape: _Shape) -> jax.stages.Lowered:
         rows, length, block = shape

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,12 +15,10 @@ from spile.models.model_files import ModelFiles
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
-from spile.spec.taps import TapRows
-from spile.store.shard import as_stored, decode, split
 from spile.store.streams import open_streams
 from spile.store.verification import verify
 from spile.worker.extract import run_stream
-from spile.worker.recompute import _as_read, recomputer
+from spile.worker.recompute import recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
 
 
@@ -136,17 +133,3 @@ def test_a_run_that_was_moved(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "out", tmp_path / "moved")
     report = verify(str(tmp_path / "moved"), recompute=recomputer(str(tmp_path / "moved")), k=1)
     assert report.ok
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float8_e4m3"])
-def test_rows_are_read_back_as_the_store_reads_them(dtype: str) -> None:
-    """In a compiled program: a compiler may leave out a cast to a narrower dtype and back."""
-    rows = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) * np.float32(2) ** np.arange(
-        -10, 6, 0.25
-    )
-    kind = TapRows("residual.0", (64,), dtype)
-    kept = as_stored(rows, dtype)
-    wanted = decode(*split(kept, dtype)) if kind.scaled else kept.astype(np.float32)
-    found = np.asarray(jax.jit(lambda x: _as_read(x * 1.0, kind))(rows))
-    least = np.finfo(np.float16).tiny if dtype == "float16" else 0.0  # smaller values become 0
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=least)

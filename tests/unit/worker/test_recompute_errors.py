@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.recomputation import VARIANTS, StoredRows, _Judge, distances
 from spile.store.shard import as_stored, decode, split
-from spile.worker.recompute import _Recomputer
+from spile.worker.recompute import Recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
 from world import run_identity
 
@@ -55,18 +54,17 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Computed:
         samples.append(Sample(index, "", tokens, np.zeros(len(tokens), np.uint8)))
     kinds = [TapRows(name, (192,), "float32") for name in NAMES]
 
-    def both(reference: jax.Array, fresh: jax.Array, _stored: jax.Array, _kind: TapRows) -> jax.Array:
-        return jnp.stack([reference, fresh.astype(jnp.float32)], axis=1)
+    def both(reference: np.ndarray, fresh: np.ndarray, _stored: np.ndarray, _kind: TapRows) -> np.ndarray:
+        return np.stack([reference, fresh])
 
     def nothing(sample: Sample) -> Rows:
         return [np.zeros((len(sample), 192), np.float32) for _ in NAMES]
 
-    with patch("spile.worker.recompute._distances", both):
-        recompute = _Recomputer(find(str(model)), run_identity(dtype="bfloat16"))
+    with patch("spile.worker.recompute.distances", both):
+        recompute = Recomputer(find(str(model)), run_identity(dtype="bfloat16"), "jax")
         found = [dict(recompute(samples, kinds, nothing, variant)) for variant in range(VARIANTS + 1)]
-        assert recompute._model is not None
-        params = recompute._model._params
-        recompute._model._params = replace(params, layers=jax.tree.map(lambda x: x * 1.05, params.layers))
+        params = recompute.own.params
+        recompute.own.params = replace(params, layers=jax.tree.map(lambda x: x * 1.05, params.layers))
         others = dict(recompute(samples, kinds, nothing, 0))
     return Computed(
         samples,
