@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 
 from spile.models.families import FAMILIES, read_config
+from spile.spec.taps import SITES
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_they_are_as_the_script_writes_them() -> None:
+def test_the_page_describes_every_tap_with_its_shape() -> None:
+    titles, _, *rows = [line for line in (ROOT / "docs" / "taps.md").read_text().splitlines() if line.startswith("|")]
+    assert titles == "| tap | shape of a row | what it is | TransformerLens | nnsight | Hugging Face |"
+    found = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+    names = {"d_mid": "d_model", "top": "k"}
+    assert [(name, shape) for name, shape, *_ in found] == [
+        (f"`{name}.L`" if spec.layered else f"`{name}`", " × ".join(names.get(size, size) for size in spec.shape))
+        for name, spec in SITES.items()
+    ]
+    assert all(len(row) == 6 and all(row) for row in found)
+
+
+def test_the_families_are_as_the_script_writes_them() -> None:
     script = ROOT / "scripts" / "make_model_tables.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 
 from numerics import cases  # noqa: E402
 from numerics.test_against_transformers import TOLERANCE, load, run  # noqa: E402
-from spile.spec.taps import SITES, Tap  # noqa: E402
+from spile.spec.taps import Tap  # noqa: E402
 
 
 def hooks(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
@@ -32,8 +33,10 @@ def hooks(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def hook_name(tap: Tap) -> str:
-    """What the tap table says that TransformerLens calls it."""
-    return SITES[tap.site].lens.format(i=tap.layer)
+    """What docs/taps.md says that TransformerLens calls it."""
+    page = (Path(__file__).parents[2] / "docs" / "taps.md").read_text()
+    row = next(line for line in page.splitlines() if re.match(rf"\| `{tap.site}[`.]", line))
+    return row.split(" | ")[3].strip("`").replace(".L.", f".{tap.layer}.")
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt-neox"])  # unscaled scores and attention without biases it does not have

@@ -29,7 +29,6 @@ from spile.spec.taps import (
     Steer,
     Tap,
     layers_text,
-    parse_heads,
     parse_layers,
     parse_tap_words,
     select_taps,
@@ -351,7 +350,7 @@ class RunSpec:
         "The heads of q, k, v, z, head_out and pattern taps that are named without them, such as 0-3,7.",
         "Taps",
         default="all",
-        parse=parse_heads,
+        parse=partial(parse_layers, flag="--heads"),
         format=layers_text,
     )
     top_k: int = option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")

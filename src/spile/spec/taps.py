@@ -1,6 +1,6 @@
-"""The table of tap kinds: the points in a model whose activations can be stored.
+"""Taps: the points in a model whose activations can be stored, and the words that select them.
 
-The first three must keep their order, because it is the order of the tensors in existing shards.
+``docs/taps.md`` defines each kind of tap.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -23,15 +24,10 @@ MODULE = "module:"
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """A tap kind: the shape of a token's row, its definition, and its name in other libraries."""
+    """A tap kind."""
 
     shape: tuple[Size, ...]
-    definition: str
-    lens: str
-    """The hook of TransformerLens; ``{i}`` stands for the layer."""
-    nnsight: str
-    hugging_face: str
-    """The module of a Llama model whose output or input it is."""
+    """The shape of a token's row."""
     layered: bool = True
     """Whether every layer has it. If False, the model has it once, and its tap has no layer number."""
     dtype: str | None = None
@@ -43,169 +39,38 @@ class SiteSpec:
         return self.shape[0] in ("heads", "kv_heads")
 
 
-_LAYER = "model.layers.{i}"
-
 SITES: Mapping[str, SiteSpec] = MappingProxyType(
     {
-        "residual": SiteSpec(
-            ("d_model",),
-            "The residual stream after the layer, with the outputs of attention and MLP added.",
-            "blocks.{i}.hook_resid_post",
-            "model.layers[i].output",
-            f"{_LAYER} (output); `hidden_states[i+1]`, except for the last layer, where it includes the final norm",
-        ),
-        "attn": SiteSpec(
-            ("d_model",),
-            "What attention adds to the residual stream, after the output norm if there is one.",
-            "blocks.{i}.hook_attn_out",
-            "model.layers[i].self_attn.output[0]",
-            f"{_LAYER}.self_attn (output); Gemma 2 and 3, OLMo 2: post_attention_layernorm (output)",
-        ),
-        "mlp": SiteSpec(
-            ("d_model",),
-            "What the MLP (or all experts) adds to the residual stream, after the output norm if there is one.",
-            "blocks.{i}.hook_mlp_out",
-            "model.layers[i].mlp.output",
-            f"{_LAYER}.mlp (output); Gemma 2 and 3, OLMo 2: post_feedforward_layernorm (output)",
-        ),
-        "embed": SiteSpec(
-            ("d_model",),
-            "The output of the embedding module, without learned positions; scaled in Gemma, not scaled in Granite.",
-            "hook_embed",
-            "model.embed_tokens.output",
-            "model.embed_tokens (output)",
-            layered=False,
-        ),
-        "resid_pre": SiteSpec(
-            ("d_model",),
-            "The residual stream before the layer.",
-            "blocks.{i}.hook_resid_pre",
-            "model.layers[i].input",
-            f"{_LAYER} (input); `hidden_states[i]`",
-        ),
-        "resid_mid": SiteSpec(
-            ("d_mid",),
-            "The residual stream between attention and MLP; absent if both read the same residual (GPT-NeoX).",
-            "blocks.{i}.hook_resid_mid",
-            "model.layers[i].post_attention_layernorm.input",
-            f"{_LAYER}.post_attention_layernorm (input)",
-        ),
-        "attn_in": SiteSpec(
-            ("d_model",),
-            "The input of attention: the residual stream after the first norm of the layer.",
-            "blocks.{i}.ln1.hook_out",
-            "model.layers[i].input_layernorm.output",
-            f"{_LAYER}.input_layernorm (output)",
-        ),
-        "mlp_in": SiteSpec(
-            ("d_model",),
-            "The input of the MLP, or of the router and the experts: the residual stream after the norm before them.",
-            "blocks.{i}.ln2.hook_out",
-            "model.layers[i].post_attention_layernorm.output",
-            f"{_LAYER}.mlp (input)",
-        ),
-        "mlp_hidden": SiteSpec(
-            ("d_ff",),
-            "The neurons of the MLP: the output of the activation function, multiplied by the gate if the MLP has one.",
-            "blocks.{i}.mlp.hook_post",
-            "model.layers[i].mlp.down_proj.input",
-            f"{_LAYER}.mlp.down_proj (input)",
-        ),
-        "q": SiteSpec(
-            ("heads", "head_dim"),
-            "The query of each head: the projection with its bias, before any norm and the rotary embedding.",
-            "blocks.{i}.attn.hook_q",
-            "model.layers[i].self_attn.q_proj.output",
-            f"{_LAYER}.self_attn.q_proj (output)",
-        ),
-        "k": SiteSpec(
-            ("kv_heads", "head_dim"),
-            "The key of each key/value head: the projection with its bias, before any norm and the rotary embedding.",
-            "blocks.{i}.attn.hook_k",
-            "model.layers[i].self_attn.k_proj.output",
-            f"{_LAYER}.self_attn.k_proj (output)",
-        ),
-        "v": SiteSpec(
-            ("kv_heads", "head_dim"),
-            "The value of each key/value head.",
-            "blocks.{i}.attn.hook_v",
-            "model.layers[i].self_attn.v_proj.output",
-            f"{_LAYER}.self_attn.v_proj (output)",
-        ),
-        "z": SiteSpec(
-            ("heads", "head_dim"),
-            "The weighted sum of values of each head: the input of the output projection.",
-            "blocks.{i}.attn.hook_z",
-            "model.layers[i].self_attn.o_proj.input",
-            f"{_LAYER}.self_attn.o_proj (input)",
-        ),
-        "head_out": SiteSpec(
-            ("heads", "d_model"),
-            "What each head adds to the output of attention, without bias: its `z` through the output projection.",
-            "blocks.{i}.attn.hook_result",
-            "computed from model.layers[i].self_attn.o_proj.input",
-            f"computed from {_LAYER}.self_attn.o_proj (input)",
-        ),
-        "pattern_ids": SiteSpec(
-            ("heads", "top"),
-            "The positions in the sample that `pattern` belongs to; -1 if a token sees fewer. Stored with `pattern`.",
-            "blocks.{i}.attn.hook_pattern",
-            "computed from model.layers[i].self_attn.output[1]",
-            "`attentions[i].topk(k).indices`",
-            dtype="int32",
-        ),
-        "pattern": SiteSpec(
-            ("heads", "top"),
-            "The `--attention-top` largest attention weights of each head, largest first; 0 if a token sees fewer.",
-            "blocks.{i}.attn.hook_pattern",
-            "computed from model.layers[i].self_attn.output[1]",
-            "`attentions[i].topk(k).values`",
-        ),
-        "router": SiteSpec(
-            ("experts",),
-            "The router logit of each expert, before the softmax. Only models with experts have it.",
-            "blocks.{i}.mlp.hook_router_logits",
-            "model.layers[i].mlp.gate.output",
-            f"{_LAYER}.mlp.gate (output)",
-        ),
-        "final_norm": SiteSpec(
-            ("d_model",),
-            "The residual stream after the final norm of the model: the input of the LM head.",
-            "ln_final.hook_out",
-            "model.norm.output",
-            "model.norm (output); `hidden_states[-1]`",
-            layered=False,
-        ),
-        "loss": SiteSpec(
-            ("1",),
-            "The cross-entropy of the next token of the sample, in nats; 0 for the last token. Stored with `logits`.",
-            "`model(tokens, return_type='loss', loss_per_token=True)`",
-            "computed from model.lm_head.output",
-            "computed from `logits`",
-            layered=False,
-            dtype="float32",
-        ),
-        "logits_ids": SiteSpec(
-            ("top",),
-            "The ids of the tokens with the `--top-k` largest logits, largest first. Stored with `logits`.",
-            "computed from unembed's output",
-            "computed from model.lm_head.output",
-            "`logits.topk(k).indices`",
-            layered=False,
-            dtype="int32",
-        ),
-        "logits": SiteSpec(
-            ("top",),
-            "The `--top-k` largest logits, largest first.",
-            "computed from unembed's output",
-            "computed from model.lm_head.output",
-            "`logits.topk(k).values`",
-            layered=False,
-        ),
+        "residual": SiteSpec(("d_model",)),
+        "attn": SiteSpec(("d_model",)),
+        "mlp": SiteSpec(("d_model",)),
+        "embed": SiteSpec(("d_model",), layered=False),
+        "resid_pre": SiteSpec(("d_model",)),
+        "resid_mid": SiteSpec(("d_mid",)),
+        "attn_in": SiteSpec(("d_model",)),
+        "mlp_in": SiteSpec(("d_model",)),
+        "mlp_hidden": SiteSpec(("d_ff",)),
+        "q": SiteSpec(("heads", "head_dim")),
+        "k": SiteSpec(("kv_heads", "head_dim")),
+        "v": SiteSpec(("kv_heads", "head_dim")),
+        "z": SiteSpec(("heads", "head_dim")),
+        "head_out": SiteSpec(("heads", "d_model")),
+        "pattern_ids": SiteSpec(("heads", "top"), dtype="int32"),
+        "pattern": SiteSpec(("heads", "top")),
+        "router": SiteSpec(("experts",)),
+        "final_norm": SiteSpec(("d_model",), layered=False),
+        "loss": SiteSpec(("1",), layered=False, dtype="float32"),
+        "logits_ids": SiteSpec(("top",), layered=False, dtype="int32"),
+        "logits": SiteSpec(("top",), layered=False),
     }
 )
-"""Tap kinds by name. ``--taps`` takes the name, and the tensor names in a shard start with it."""
+"""Tap kinds by name. ``--taps`` takes the name, and the tensor names in a shard start with it.
 
+The first three must keep their order, because it is the order of the tensors in existing shards.
+"""
+
+_MODULE = SiteSpec(("1",), layered=False)
+"""Stands for the path of a module, whose shape only the module tells."""
 
 Site = str
 """A key of :data:`spile.spec.taps.SITES`, or ``module:PATH``."""
@@ -226,8 +91,6 @@ SCALED = ("int8", "float8_e4m3")
 SCALE_BYTES = 4
 _SCALED_BY = 8
 """The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""
-
-
 _GRADIENT = "grad."
 """The prefix of a tap that is a gradient."""
 
@@ -247,10 +110,8 @@ class Tap:
 
     def __str__(self) -> str:
         """Return the name: ``residual.12``, ``z.12.0-3,7``, ``embed``, ``pattern.12.top32`` or ``grad.mlp.12``."""
-        parts = [self.site, *(() if self.layer is None else (str(self.layer),))]
-        parts += [layers_text(self.heads)] if self.heads is not None else []
-        parts = ["grad", *parts] if self.gradient else parts
-        return ".".join(parts + ([f"top{self.top}"] if self.top is not None else []))
+        layers = None if self.layer is None else (self.layer,)
+        return _GRADIENT * self.gradient + str(_TapWord(self.site, layers, self.heads, self.top))
 
     @property
     def spec(self) -> SiteSpec | None:
@@ -267,19 +128,14 @@ class Tap:
     @classmethod
     def parse(cls, text: str) -> Tap:
         """Parse the name of a tap: the inverse of ``str``."""
-        if text.startswith(MODULE):
-            return cls(text)
-        site, *parts = text.removeprefix(_GRADIENT).split(".")
-        found = SITES.get(site)
-        layer = int(parts.pop(0)) if found and found.layered and parts and parts[0].isdecimal() else None
-        named = found and found.per_head and parts and not parts[0].startswith("top")
-        heads = parse_layers(parts.pop(0)) if named else None
-        top = int(parts.pop(0)[3:]) if parts and re.fullmatch(r"top\d+", parts[0]) else None
-        tap = cls(site, layer, heads, top, text.startswith(_GRADIENT))
-        wrong = found is None or parts or (layer is None) == found.layered or (top is None) == ("top" in found.shape)
-        if wrong or (tap.gradient and site in REPORTED):
-            raise SpecError("not a tap", expected="SITE.LAYER such as residual.12", found=repr(text))
-        return tap
+        gradient = text.startswith(_GRADIENT)
+        with suppress(SpecError):
+            word = _parse_tap_word(text.removeprefix(_GRADIENT))
+            spec, (layer, *more) = SITES.get(word.kind, _MODULE), word.layers or (None,)
+            complete = (layer is not None) == spec.layered and (word.top is not None) == ("top" in spec.shape)
+            if complete and not more and not (gradient and (spec is _MODULE or word.kind in REPORTED)):
+                return cls(word.kind, layer, word.heads, word.top, gradient)
+        raise SpecError("not a tap", expected="SITE.LAYER such as residual.12", found=repr(text))
 
 
 @dataclass(frozen=True)
@@ -338,11 +194,6 @@ def parse_layers(text: str, flag: str = "--layers") -> tuple[int, ...] | None:
     return tuple(sorted(layers))
 
 
-def parse_heads(text: str) -> tuple[int, ...] | None:
-    """Parse ``--heads``, in the syntax of :func:`parse_layers`."""
-    return parse_layers(text, "--heads")
-
-
 def layers_text(layers: Sequence[int] | None) -> str:
     """Return the layers as text with ranges: ``(0, 1, 2, 20)`` gives ``"0-2,20"``. Inverse of :func:`parse_layers`."""
     if layers is None:
@@ -395,6 +246,11 @@ def _parse_tap_word(text: str) -> _TapWord:
     return _TapWord(kind, layers, heads, top)
 
 
+def _split_words(words: Iterable[str]) -> list[str]:
+    """Split words at spaces, and at commas that are not part of a list of layers or heads."""
+    return [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word.strip(" ,")) if text]
+
+
 def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the words of ``--taps`` in a fixed order, each once.
 
@@ -405,8 +261,7 @@ def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
         SpecError: If a word names no tap.
 
     """
-    texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word.strip(" ,")) if text]
-    found = {_parse_tap_word(text) for text in texts}
+    found = {_parse_tap_word(text) for text in _split_words(words)}
     if not found:
         raise SpecError("--taps", expected=f"some of {', '.join(SITES)}, or {MODULE}PATH", found="none")
     for word in [word for word in found if word.kind == "logits"]:
@@ -447,17 +302,14 @@ def select_taps(
     """
     words = [_parse_tap_word(text) for text in parse_tap_words(taps)]
     _check_layers(words, layers, n_layers)
-    found: dict[Tap, None] = {}
+    every = range(n_layers) if layers is None else layers
+    found: set[Tap] = set()
     for word in words:
-        spec = SITES.get(word.kind)
-        if spec is None or not spec.layered:
-            count = (word.top or top) if spec and "top" in spec.shape else None
-            found[Tap(word.kind, top=count)] = None
-            continue
-        chosen = word.layers or (range(n_layers) if layers is None else layers)
-        own = (heads if word.heads is None else word.heads) if spec.per_head else None
-        count = (word.top or attention_top) if "top" in spec.shape else None
-        found.update({Tap(word.kind, layer, own, count): None for layer in chosen})
+        spec = SITES.get(word.kind, _MODULE)
+        chosen = (word.layers or every) if spec.layered else (None,)
+        own = (word.heads or heads) if spec.per_head else None
+        count = word.top or (attention_top if spec.layered else top) if "top" in spec.shape else None
+        found |= {Tap(word.kind, layer, own, count) for layer in chosen}
     if heads is not None and not any(tap.heads for tap in found):
         raise SpecError(
             "--heads", expected="q, k, v, z, head_out or pattern among --taps", found=f"--taps {' '.join(taps)}"
@@ -490,11 +342,9 @@ def _check_layers(words: Sequence[_TapWord], layers: Sequence[int] | None, n_lay
 
 def _stored_order(tap: Tap) -> tuple[Any, ...]:
     """Return the sort key of tensors in a shard: four-byte values, the embedding, layer by layer, then the rest."""
-    spec = tap.spec
-    if spec is not None and spec.layered:
-        return 0 if spec.dtype else 2, tap.layer, *_TapWord(tap.site, heads=tap.heads, top=tap.top).order
-    stage = 0 if spec and spec.dtype else 1 if tap.site == "embed" else 3
-    return stage, 0, *_TapWord(tap.site, top=tap.top).order
+    spec = tap.spec or _MODULE
+    stage = 0 if spec.dtype else 2 if spec.layered else 1 if tap.site == "embed" else 3
+    return stage, tap.layer or 0, *_TapWord(tap.site, heads=tap.heads, top=tap.top).order
 
 
 _NEEDS = {
@@ -527,8 +377,7 @@ def parse_taps(words: Iterable[str]) -> tuple[Tap, ...]:
 
     Taps with a four-byte data type of their own come first, so that every tensor of a shard is aligned.
     """
-    texts = [text for word in words for text in re.split(r"\s+|,(?=[a-z])", word) if text]
-    taps = {Tap.parse(text) for text in texts}
+    taps = {Tap.parse(text) for text in _split_words(words)}
     if not taps:
         raise SpecError("--add-taps", expected="taps such as mlp.12", found="none")
     own = {tap: tap.spec is not None and tap.spec.dtype is not None for tap in taps}
