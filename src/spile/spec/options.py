@@ -6,8 +6,9 @@ import json
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spile.errors import SpecError
 
@@ -28,6 +29,7 @@ class Option:
         default: How the default is described, if its value alone does not say it.
         parse: Converts text (flags, variables, TOML) to the field's value, if the field is not a plain value.
         format: The inverse of ``parse``.
+        limits: The smallest and the largest value of a number.
         flag: Whether the field can be given as a flag.
 
     """
@@ -40,6 +42,7 @@ class Option:
     default: str = ""
     parse: Callable[[str], Any] | None = None
     format: Callable[[Any], str] | None = None
+    limits: tuple[float, float] | None = None
     flag: bool = True
 
 
@@ -47,7 +50,7 @@ OPTION = "option"
 """The key of a field's metadata under which its :class:`Option` is found."""
 
 
-def option(value: Any, text: str, group: Group, **more: Any) -> Any:
+def option(group: Group, value: Any, text: str, **more: Any) -> Any:
     """Return a dataclass field with a default and its :class:`Option`."""
     return field(default=value, metadata={OPTION: Option(text, group, **more)})
 
@@ -57,11 +60,27 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
 
-def one_of(flag: str, value: str, choices: object) -> None:
-    """Raise an error unless the value is one of a Literal's."""
-    known = get_args(choices)
-    if value not in known:
-        raise SpecError(flag, expected=f"one of {', '.join(known)}", found=repr(value))
+def check_options(spec: Any) -> None:
+    """Raise an error if a field of a dataclass of options is not one of its choices or outside of its limits."""
+    for name, flag, choices, limits in _restricted_fields(spec.__class__):
+        value = getattr(spec, name)
+        if choices and value not in choices:
+            raise SpecError(flag, expected=f"one of {', '.join(choices)}", found=repr(value))
+        if limits is not None:
+            within(flag, value, *limits)
+
+
+@cache
+def _restricted_fields(kind: type) -> list[tuple[str, str, tuple[str, ...], tuple[float, float] | None]]:
+    """Return the name, the flag, the choices and the limits of each field that has choices or limits."""
+    found, hints = [], get_type_hints(kind)
+    for each in fields(kind):
+        option: Option | None = each.metadata.get(OPTION)
+        choices = get_args(hints[each.name]) if get_origin(hints[each.name]) is Literal else ()
+        if option is not None and (choices or option.limits):
+            flag = f"--{(option.name or each.name).replace('_', '-')}"
+            found.append((each.name, flag, choices, option.limits))
+    return found
 
 
 def at_least(flag: str, value: float | None, least: int) -> None:

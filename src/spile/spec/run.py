@@ -14,14 +14,14 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
-from spile.spec.options import OPTION, CommandName, Group, Option, checked, names, one_of, option, toml, within
+from spile.spec.options import OPTION, CommandName, Option, check_options, checked, names, option, toml, within
 from spile.spec.positions import ALL, ANSWER, MEAN, check_positions, refuse_mean_of_ids
 from spile.spec.taps import (
     ATTENTION_TOP,
@@ -43,14 +43,6 @@ EMBEDDED = "embedded"
 
 DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 
-PROMPT_VERSIONS = (
-    "output-from-examples-v0",
-    "output-from-examples-v1",
-    "input-from-inputs-v0",
-    "output-from-outputs-v0",
-)
-"""The ARC prompts; ``docs/prompts.md`` shows their texts."""
-
 EVERY_FIELD = "*"
 """The value of ``keep`` that stands for all short scalar fields of each row."""
 
@@ -58,6 +50,11 @@ STREAM_FILE = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
 """The file name of one stream of a split dataset."""
 
 PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
+PromptVersion = Literal[
+    "output-from-examples-v0", "output-from-examples-v1", "input-from-inputs-v0", "output-from-outputs-v0"
+]
+"""The ARC prompts; ``docs/prompts.md`` shows their texts."""
+PROMPT_VERSIONS = get_args(PromptVersion)
 LongPolicy = Literal["auto", "truncate", "skip"]
 BadRows = Literal["error", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
@@ -70,8 +67,14 @@ FolderNames = Literal["stream", "tpu"]
 """The names of the streams' folders: ``stream_5`` or ``tpu_5``."""
 Device = Literal["auto", "cpu", "cuda", "tpu"]
 
-_BATCHING: Group = "Batching (does not change the numbers)"
 _BOTH: tuple[CommandName, ...] = ("extract", "infer")
+_model = partial(option, "Model")
+_data = partial(option, "Data")
+_prompts = partial(option, "Prompts", identity=True)
+_taps = partial(option, "Taps")
+_answers = partial(option, "Answers", identity=True)
+_output = partial(option, "Output")
+_batching = partial(option, "Batching (does not change the numbers)")
 
 
 def parse_mesh_shape(text: str) -> tuple[int, int]:
@@ -83,47 +86,24 @@ def parse_mesh_shape(text: str) -> tuple[int, int]:
     return data, model
 
 
-def _mesh_text(shape: tuple[int, int]) -> str:
-    return f"{shape[0]},{shape[1]}"
-
-
 @dataclass(frozen=True)
 class PromptSpec:
     """How a row of the dataset becomes text and tokens. Every field is part of the run's identity."""
 
-    kind: PromptKind = option(
-        "auto", "What a row of the dataset is. auto decides by the first row.", "Prompts", name="prompt", identity=True
+    kind: PromptKind = _prompts("auto", "What a row of the dataset is. auto decides by the first row.", name="prompt")
+    encoder: str = _prompts(DEFAULT_ENCODER, "How ARC grids are written as text.", name="grid_encoder")
+    version: PromptVersion = _prompts("output-from-examples-v1", "The ARC prompt.", name="prompt_version")
+    predictions_per_task: int = _prompts(
+        1, "Augmented variants of each ARC task. Variant 0 is the task itself.", limits=(1, 4096)
     )
-    encoder: str = option(
-        DEFAULT_ENCODER, "How ARC grids are written as text.", "Prompts", name="grid_encoder", identity=True
-    )
-    version: str = option(
-        "output-from-examples-v1",
-        f"The ARC prompt: {', '.join(PROMPT_VERSIONS)}.",
-        "Prompts",
-        name="prompt_version",
-        identity=True,
-    )
-    predictions_per_task: int = option(
-        1, "Augmented variants of each ARC task. Variant 0 is the task itself.", "Prompts", identity=True
-    )
-    column: str = option(
-        "text", "The field of a row that holds the text or the token ids.", "Prompts", identity=True, common=_BOTH
-    )
-    pack: bool = option(
-        False, "Cut documents into full sequences instead of one sample per document.", "Prompts", identity=True
-    )
-    template_from: str | None = option(
-        None, "Another model whose chat template is used, for a base model that has none.", "Prompts", identity=True
+    column: str = _prompts("text", "The field of a row that holds the text or the token ids.", common=_BOTH)
+    pack: bool = _prompts(False, "Cut documents into full sequences instead of one sample per document.")
+    template_from: str | None = _prompts(
+        None, "Another model whose chat template is used, for a base model that has none."
     )
 
     def __post_init__(self) -> None:
-        one_of("--prompt", self.kind, PromptKind)
-        within("--predictions-per-task", self.predictions_per_task, 1, 4096)
-        if self.version not in PROMPT_VERSIONS:
-            raise SpecError(
-                "--prompt-version", expected=f"one of {', '.join(PROMPT_VERSIONS)}", found=repr(self.version)
-            )
+        check_options(self)
         if self.pack and self.kind in ("arc", "chat", "tokens"):
             raise SpecError("--pack", expected="--prompt text", found=f"--prompt {self.kind}")
         if self.predictions_per_task > 1 and self.kind in ("chat", "text", "tokens"):
@@ -138,66 +118,61 @@ class PromptSpec:
 class DataSpec:
     """Which samples are processed, and how long they may be."""
 
-    dataset: str = option(
+    dataset: str = _data(
         EMBEDDED,
         "A JSONL, CSV, TSV, text, JSON or Parquet file, a folder of text files or ARC tasks, a dataset on the Hugging "
         "Face hub, or embedded; or spile:ROOT for the tokens of a stored dataset.",
-        "Data",
         common=_BOTH,
     )
-    dataset_dir: str | None = option(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.", "Data")
-    worker_id: int = option(
+    dataset_dir: str | None = _data(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.")
+    worker_id: int = _data(
         0,
         "The number of the stream: reads stream_005.jsonl, writes tpu_5/.",
-        "Data",
         default="the number in the name of --dataset stream_005.jsonl; else TPU_WORKER_ID; else 0",
+        limits=(0, 99_999),
     )
     prompt: PromptSpec = field(default_factory=PromptSpec)
-    max_seq_length: int = option(2048, "The longest sample, in tokens.", "Prompts", identity=True, common=("extract",))
-    long: LongPolicy = option(
-        "auto",
-        "Whether a longer sample is cut or skipped.",
-        "Prompts",
-        identity=True,
-        default="truncate; skip if answers are generated",
+    max_seq_length: int = _prompts(2048, "The longest sample, in tokens.", limits=(1, 1 << 20), common=("extract",))
+    long: LongPolicy = _prompts(
+        "auto", "Whether a longer sample is cut or skipped.", default="truncate; skip if answers are generated"
     )
-    max_samples: int | None = option(None, "Stop after this many samples of the stream.", "Data", common=_BOTH)
-    max_tokens: int | None = option(
+    max_samples: int | None = _data(
+        None, "Stop after this many samples of the stream.", limits=(1, 1 << 40), common=_BOTH
+    )
+    max_tokens: int | None = _data(
         None,
         "Stop the stream once it holds this many tokens: 100M, 500k, …",
-        "Data",
         parse=partial(parse_amount, "--max-tokens"),
+        limits=(1, 1 << 50),
     )
-    max_bytes: int | None = option(
+    max_bytes: int | None = _data(
         None,
         "Stop the stream once it holds this many bytes of activations: 1GB, 500MB, …",
-        "Data",
         parse=partial(parse_amount, "--max-bytes", unit="B"),
+        limits=(1, 1 << 60),
     )
-    seed: int = option(0, "The seed of augmentations, of sampling and of --positions random.", "Prompts", identity=True)
-    expect_split: str | None = option(
-        None, "Refuse streams that belong to another split than this one; spile deploy passes it to workers.", "Data"
+    seed: int = _prompts(
+        0, "The seed of augmentations, of sampling and of --positions random.", limits=(0, (1 << 63) - 1)
     )
-    bad_rows: BadRows = option(
+    expect_split: str | None = _data(
+        None, "Refuse streams that belong to another split than this one; spile deploy passes it to workers."
+    )
+    bad_rows: BadRows = _data(
         "error",
         "What happens if a row of the dataset cannot be used: stop with an error that names it, or skip it and record "
         "it in the dataset as skipped.",
-        "Data",
     )
-    split: str | None = option(
-        None, "The split of a hub dataset, or a part of it: train[:1000].", "Data", default="train"
+    split: str | None = _data(None, "The split of a hub dataset, or a part of it: train[:1000].", default="train")
+    config_name: str | None = _data(None, "The configuration of a hub dataset.")
+    dataset_revision: str | None = _data(
+        None, "The branch, tag or commit of a hub dataset.", default="its newest commit, which a resume keeps"
     )
-    config_name: str | None = option(None, "The configuration of a hub dataset.", "Data")
-    dataset_revision: str | None = option(
-        None, "The branch, tag or commit of a hub dataset.", "Data", default="its newest commit, which a resume keeps"
+    of_streams: int | None = _data(
+        None, "Read only every N-th row, from row --worker-id on; --num-workers sets it.", flag=False
     )
-    of_streams: int | None = option(
-        None, "Read only every N-th row, from row --worker-id on; --num-workers sets it.", "Data", flag=False
-    )
-    keep: tuple[str, ...] = option(
+    keep: tuple[str, ...] = _data(
         (),
         "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
-        "Data",
         identity=True,
         default="what the run already stores; otherwise * for JSON, JSONL, CSV and TSV files of texts, none for others",
         parse=names,
@@ -206,15 +181,8 @@ class DataSpec:
     """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
 
     def __post_init__(self) -> None:
-        within("--worker-id", self.worker_id, 0, 99_999)
+        check_options(self)
         within("of_streams", self.of_streams, self.worker_id + 1, 100_000)
-        within("--max-seq-length", self.max_seq_length, 1, 1 << 20)
-        within("--max-samples", self.max_samples, 1, 1 << 40)
-        within("--max-tokens", self.max_tokens, 1, 1 << 50)
-        within("--max-bytes", self.max_bytes, 1, 1 << 60)
-        within("--seed", self.seed, 0, (1 << 63) - 1)
-        one_of("--long", self.long, LongPolicy)
-        one_of("--bad-rows", self.bad_rows, BadRows)
         if self.bad_rows == "skip" and self.prompt.pack:
             raise SpecError("--bad-rows skip", expected="one sample per row", found="--pack")
         if not all(self.keep) or len(set(self.keep)) != len(self.keep):
@@ -247,187 +215,167 @@ class DataSpec:
 class GenerationSpec:
     """How prompts are answered, and which activations are stored. Every field is part of the run's identity."""
 
-    max_new_tokens: int = option(
+    max_new_tokens: int = _answers(
         1100,
         "The longest answer, in tokens; a 30×30 ARC grid takes 1,030.",
-        "Answers",
-        identity=True,
+        limits=(1, 1 << 17),
         common=("infer",),
     )
-    temperature: float = option(
+    temperature: float = _answers(
         0.0,
         "The sampling temperature. 0 always takes the most likely token.",
-        "Answers",
-        identity=True,
+        limits=(0, 100),
         common=("infer",),
     )
-    top_p: float = option(
-        1.0, "Sample from the most likely tokens whose probabilities add up to this.", "Answers", identity=True
+    top_p: float = _answers(
+        1.0, "Sample from the most likely tokens whose probabilities add up to this.", limits=(1e-6, 1)
     )
-    stop: tuple[str, ...] = option(
-        (), "Tokens that end an answer, in addition to the model's own.", "Answers", identity=True
+    stop: tuple[str, ...] = _answers((), "Tokens that end an answer, in addition to the model's own.")
+    stop_tokens: tuple[int, ...] = _answers(
+        (), "All tokens that end an answer, by number; filled in when the model is loaded.", identity=False, flag=False
     )
-    stop_tokens: tuple[int, ...] = option(
-        (), "All tokens that end an answer, by number; filled in when the model is loaded.", "Answers", flag=False
-    )
-    capture: Capture = option(
-        "both", "Which tokens' activations are stored.", "Answers", identity=True, common=("infer",)
-    )
+    capture: Capture = _answers("both", "Which tokens' activations are stored.", common=("infer",))
 
     def __post_init__(self) -> None:
-        within("--max-new-tokens", self.max_new_tokens, 1, 1 << 17)
-        within("--temperature", self.temperature, 0, 100)
-        within("--top-p", self.top_p, 1e-6, 1)
-        one_of("--capture", self.capture, Capture)
+        check_options(self)
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """One run: a model, a dataset, taps and an output."""
 
-    model: str = option(
+    model: str = _model(
         EMBEDDED,
         "A model on the Hugging Face hub, a folder, a folder in a bucket, or embedded.",
-        "Model",
         identity=True,
         common=_BOTH,
     )
-    revision: str | None = option(None, "The branch, tag or commit of a hub model.", "Model")
-    adapter: str | None = option(
-        None, "A LoRA adapter to merge into the weights: a folder, or a name on the hub.", "Model", identity=True
+    revision: str | None = _model(None, "The branch, tag or commit of a hub model.")
+    adapter: str | None = _model(
+        None, "A LoRA adapter to merge into the weights: a folder, or a name on the hub.", identity=True
     )
-    backend: Backend = option(
+    backend: Backend = _model(
         "auto",
         "The framework that runs the model. auto: the one that the run already uses; otherwise jax for the families "
         "that spile models lists, torch for all others.",
-        "Model",
         identity=True,
     )
-    device: Device = option(
-        "auto",
-        "The kind of device that runs the model. auto: a TPU or GPU if there is one, otherwise the CPU.",
-        "Model",
+    device: Device = _model(
+        "auto", "The kind of device that runs the model. auto: a TPU or GPU if there is one, otherwise the CPU."
     )
-    same_numbers: bool = option(
-        False, "Continue a run of another backend: you declare that their numbers are equal.", "Model"
-    )
+    same_numbers: bool = _model(False, "Continue a run of another backend: you declare that their numbers are equal.")
     data: DataSpec = field(default_factory=DataSpec)
-    output: str = option(
+    output: str = _output(
         "",
         "Where the activations are stored: a folder, gs://…, s3://… or az://…",
-        "Output",
         default="./activations; ./inference if answers are generated",
         common=_BOTH,
     )
-    stream_names: FolderNames = option(
+    stream_names: FolderNames = _output(
         "stream",
         "The names of the streams' folders in a new dataset: stream_5, or tpu_5.",
-        "Output",
         default="stream; tpu for a fleet, a pod, --gcs-bucket, --worker-id and the variables of the guides",
     )
-    local_copy: str | None = option(None, "If the output is a bucket: a folder that also gets each shard.", "Output")
-    delete_local_after_upload: bool = option(False, "Remove each local copy after its commit.", "Output")
-    layers: tuple[int, ...] | None = option(
+    local_copy: str | None = _output(None, "If the output is a bucket: a folder that also gets each shard.")
+    delete_local_after_upload: bool = _output(False, "Remove each local copy after its commit.")
+    layers: tuple[int, ...] | None = _taps(
         None,
         "The layers of the taps that are named without one: all, or 0-11,20, or 0 1 2.",
-        "Taps",
         default="all",
         parse=parse_layers,
         format=layers_text,
         common=_BOTH,
     )
-    taps: tuple[str, ...] = option(
+    taps: tuple[str, ...] = _taps(
         ("residual",),
         "What to store: residual.12, mlp.3-5, z.12.0-3, embed, …; a kind without a layer, such as residual, is taken "
         "at each of --layers. docs/taps.md lists all kinds.",
-        "Taps",
         default="residual",
         parse=lambda text: parse_tap_words([text]),
         common=_BOTH,
     )
-    heads: tuple[int, ...] | None = option(
+    heads: tuple[int, ...] | None = _taps(
         None,
         "The heads of q, k, v, z, head_out and pattern taps that are named without them, such as 0-3,7.",
-        "Taps",
         default="all",
         parse=partial(parse_layers, flag="--heads"),
         format=layers_text,
     )
-    top_k: int = option(TOP, "The number of logits of each token that --taps logits stores.", "Taps")
-    attention_top: int = option(
+    top_k: int = _taps(TOP, "The number of logits of each token that --taps logits stores.", limits=(1, 1 << 16))
+    attention_top: int = _taps(
         ATTENTION_TOP,
         "The number of attention weights of each token and head that --taps pattern stores.",
-        "Taps",
+        limits=(1, 1 << 16),
     )
-    gradients: Gradients = option(
+    gradients: Gradients = _taps(
         "none",
         "loss: for each tap, also store the gradient of the sample's loss (the mean cross-entropy of its next tokens) "
         "with respect to it, as grad.residual.12.",
-        "Taps",
     )
-    steer: tuple[str, ...] = option(
+    steer: tuple[str, ...] = _taps(
         (),
         "Change taps while the model computes: residual.12=vector.safetensors:2.0 adds twice a vector (of several in a "
         "file: FILE#NAME:2.0), residual.12=ablate:FILE removes its direction, z.12.0-3=zero sets to zero, and "
         "residual.12=patch:ROOT#SAMPLE takes the rows of a stored sample.",
-        "Taps",
         identity=True,
     )
-    dtype: ComputeDtype = option(
+    dtype: ComputeDtype = _model(
         "auto",
         "The precision of the computation. auto: what the run already uses; otherwise float32 on a CPU, bfloat16 on "
         "accelerators.",
-        "Model",
         identity=True,
     )
-    store_dtype: StoreDtype = option(
-        "bfloat16", "The data type of stored activations.", "Output", identity=True, common=("extract",)
+    store_dtype: StoreDtype = _output(
+        "bfloat16", "The data type of stored activations.", identity=True, common=("extract",)
     )
-    positions: str = option(
+    positions: str = _output(
         ALL,
         "The tokens whose activations are stored: all, last, last-content, first:8, answer, or random:32. mean stores "
         "one row per sample, the mean over its tokens.",
-        "Output",
         identity=True,
         common=("extract",),
     )
-    batch_size: int | None = option(
+    batch_size: int | None = _batching(
         None,
         "The largest number of batch rows per device; a batch row holds one long sample or several short ones. When "
         "answers are generated: answers at a time.",
-        _BATCHING,
+        limits=(1, 1 << 20),
     )
-    batch_tokens: int | None = option(
-        None, "The number of tokens per device and batch, padding included.", _BATCHING, default="chosen for the device"
+    batch_tokens: int | None = _batching(
+        None,
+        "The number of tokens per device and batch, padding included.",
+        default="chosen for the device",
+        limits=(1, 1 << 28),
     )
-    mesh_shape: tuple[int, int] | None = option(
+    mesh_shape: tuple[int, int] | None = _batching(
         None,
         "The devices as DATA,MODEL, such as 16,16.",
-        _BATCHING,
         default="the least model parallelism that leaves room for a batch",
         parse=parse_mesh_shape,
-        format=_mesh_text,
+        format=lambda shape: f"{shape[0]},{shape[1]}",
     )
-    shard_size_gb: float = option(1.0, "The approximate size of a shard.", "Output")
-    commit_every: float | None = option(
-        60.0, "Commit finished samples at least this often, in seconds. Full shards are committed at once.", "Output"
+    shard_size_gb: float = _output(1.0, "The approximate size of a shard.", limits=(1e-6, 64))
+    commit_every: float | None = _output(
+        60.0,
+        "Commit finished samples at least this often, in seconds. Full shards are committed at once.",
+        limits=(0.01, 1e9),
     )
-    statistics: bool | None = option(
-        None, "Compute mean, variance and norms of each tap during the run.", "Output", default="only on a CPU"
+    statistics: bool | None = _output(
+        None, "Compute mean, variance and norms of each tap during the run.", default="only on a CPU"
     )
-    checkpointing: bool = option(
-        True, "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist.", "Output"
+    checkpointing: bool = _output(
+        True, "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist."
     )
-    overwrite: bool = option(False, "With --no-checkpointing: remove the existing commits of the stream.", "Output")
-    checkpoint_dir: str | None = option(
-        None, "A folder that gets checkpoint_worker_N.json for people to read. It is never read back.", "Output"
+    overwrite: bool = _output(False, "With --no-checkpointing: remove the existing commits of the stream.")
+    checkpoint_dir: str | None = _output(
+        None, "A folder that gets checkpoint_worker_N.json for people to read. It is never read back."
     )
     generation: GenerationSpec | None = None
     """How answers are generated; None stores the activations of the prompts only."""
-    answers_dir: str | None = option(
+    answers_dir: str | None = _answers(
         None,
         "A folder that gets predictions.jsonl and submission.json.",
-        "Answers",
+        identity=False,
         default="the folder of the stream",
     )
 
@@ -435,19 +383,8 @@ class RunSpec:
         self._resolve_defaults()
         if not self.model:
             raise SpecError("--model", expected="a name or a path", found="an empty text")
-        one_of("--dtype", self.dtype, ComputeDtype)
-        one_of("--store-dtype", self.store_dtype, StoreDtype)
-        one_of("--backend", self.backend, Backend)
-        one_of("--device", self.device, Device)
-        one_of("--stream-names", self.stream_names, FolderNames)
+        check_options(self)
         check_positions(self.positions)
-        within("--batch-size", self.batch_size, 1, 1 << 20)
-        within("--batch-tokens", self.batch_tokens, 1, 1 << 28)
-        within("--shard-size-gb", self.shard_size_gb, 1e-6, 64)
-        within("--commit-every", self.commit_every, 0.01, 1e9)
-        within("--top-k", self.top_k, 1, 1 << 16)
-        one_of("--gradients", self.gradients, Gradients)
-        within("--attention-top", self.attention_top, 1, 1 << 16)
         for word in self.steer:
             Steer.parse(word)
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
@@ -593,21 +530,15 @@ def spec_fields() -> tuple[SpecField, ...]:
     return tuple(_walk(RunSpec, ()))
 
 
-def _walk(kind: type, path: tuple[str, ...]) -> Iterable[SpecField]:
+def _walk(kind: type, path: tuple[str, ...]) -> Iterator[SpecField]:
     hints = get_type_hints(kind)
     for each in fields(kind):
         nested = next((part for part in (hints[each.name], *get_args(hints[each.name])) if is_dataclass(part)), None)
         if isinstance(nested, type):
             yield from _walk(nested, (*path, each.name))
-            continue
-        if OPTION not in each.metadata:  # DataSpec.rows, which has no serialised form
-            continue
-        option: Option = each.metadata[OPTION]
-        yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], _default(each), option)
-
-
-def _default(each: Field[Any]) -> Any:
-    return None if each.default is MISSING else each.default
+        elif OPTION in each.metadata:  # DataSpec.rows has no serialised form
+            option: Option = each.metadata[OPTION]
+            yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], each.default, option)
 
 
 def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "the run spec") -> RunSpec:
