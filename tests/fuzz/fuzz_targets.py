@@ -43,12 +43,13 @@ from spile.hosts.files import _probed
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Session, SessionTimes
 from spile.models.adapters import find_adapter
-from spile.models.model_files import describe, find
-from spile.models.safetensors_files import LocalSource, read_header, read_index
+from spile.models.model_files import describe, find, read_index
+from spile.models.safetensors_files import read_header
 from spile.models.weights import catalogue
 from spile.objects import open_folder
 from spile.objects.clouds import GoogleBucket, check_machines, check_own, parse_uploads
 from spile.objects.crc import crc32c
+from spile.objects.local import LocalFolder
 from spile.objects.machine import machine_region
 from spile.objects.retry import RequestFailure, from_obstore, from_status
 from spile.reading.dataset import open as open_dataset
@@ -222,9 +223,7 @@ class Targets:
     def config(self) -> Target:
         def read(data: bytes) -> None:
             (self._scratch / "config.json").write_bytes(data)
-            with_ours(
-                lambda: describe("m", self._scratch, LocalSource(self._scratch), {"model.safetensors"}, None).config
-            )
+            with_ours(lambda: describe("m", LocalFolder(self._scratch), None, weights=False).config)
 
         return (self._embedded / "config.json").read_bytes(), read
 
@@ -377,7 +376,7 @@ class Targets:
 
         def load() -> None:
             for piece in catalogue(find(str(folder))).values():
-                piece.read(LocalSource(folder))
+                piece.read(LocalFolder(folder))
 
         def read(data: bytes) -> None:
             behind = len(valid) - 8 - length
@@ -392,7 +391,7 @@ class Targets:
         folder = self._model()
         place = self._scratch / "adapter"
         save_lora(place)
-        shapes = {entry.name: entry.shape for entry in read_header(LocalSource(folder), "model.safetensors")}
+        shapes = {entry.name: entry.shape for entry in read_header(LocalFolder(folder), "model.safetensors")}
 
         def read(data: bytes) -> None:
             (place / "adapter_config.json").write_bytes(data)
@@ -408,7 +407,7 @@ class Targets:
         file = place / "adapter_model.safetensors"
         valid = file.read_bytes()
         length = int.from_bytes(valid[:8], "little")
-        shapes = {entry.name: entry.shape for entry in read_header(LocalSource(self._embedded), "model.safetensors")}
+        shapes = {entry.name: entry.shape for entry in read_header(LocalFolder(self._embedded), "model.safetensors")}
 
         def read(data: bytes) -> None:
             for form in (len(data).to_bytes(8, "little") + data + valid[8 + length :], data):
@@ -715,7 +714,7 @@ def save_lora(folder: Path) -> None:
     """Save a LoRA of rank 2 for the first layer of the embedded model."""
     folder.mkdir()
     module = "model.layers.0.self_attn.q_proj"
-    entries = {entry.name: entry for entry in read_header(LocalSource(load_embedded()), "model.safetensors")}
+    entries = {entry.name: entry for entry in read_header(LocalFolder(load_embedded()), "model.safetensors")}
     rows, columns = entries[f"{module}.weight"].shape
     tensors = {"A": np.ones((2, columns), np.float32), "B": np.ones((rows, 2), np.float32)}
     names = [(f"base_model.model.{module}.lora_{side}.weight", "F32", each.shape) for side, each in tensors.items()]

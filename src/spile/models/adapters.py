@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from spile.errors import ModelError, untrusted
-from spile.models.safetensors_files import DTYPES, Entry, LocalSource, Piece, Values, read_header
+from spile.models.safetensors_files import DTYPES, Entry, Piece, Values, read_header
+from spile.objects.local import LocalFolder
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -66,10 +67,10 @@ class Adapter:
 
     def changes(self, entries: dict[str, tuple[int, ...]]) -> dict[str, LoraChange]:
         """Return the change to each tensor, by its name in the file; ``entries`` has the shapes of all tensors."""
-        source = LocalSource(self.folder)
+        folder = LocalFolder(self.folder)
         sides: dict[str, dict[str, Values]] = {}
         for module, side, entry in self._tensors():
-            sides.setdefault(module, {})[side] = Piece((entry,), entry.shape).read(source)
+            sides.setdefault(module, {})[side] = Piece(entry, entry.shape).read(folder)
         return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
 
     def modules(self) -> set[str]:
@@ -77,7 +78,7 @@ class Adapter:
 
     def _tensors(self) -> Iterator[tuple[str, str, Entry]]:
         """Yield each tensor with its module and its side, A or B."""
-        for entry in read_header(LocalSource(self.folder), _TENSORS):
+        for entry in read_header(LocalFolder(self.folder), _TENSORS):
             found = _NAME.fullmatch(entry.name.removeprefix(_PREFIX))
             if found is None:
                 raise ModelError(
@@ -85,10 +86,10 @@ class Adapter:
                     found=entry.name,
                     fix=_WHOLE_LAYERS,
                 )
-            if entry.dtype not in DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
+            if entry.code not in DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
                 raise ModelError(
                     f"the adapter {self.name} has a tensor that is not a matrix of floating-point numbers",
-                    found=f"{entry.name} of type {entry.dtype} and shape {list(entry.shape)}",
+                    found=f"{entry.name} of type {entry.code} and shape {list(entry.shape)}",
                 )
             yield found["module"], found["side"], entry
 

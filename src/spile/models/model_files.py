@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,44 +16,43 @@ from spile.errors import Failure, ModelError, untrusted
 from spile.models.adapters import Adapter
 from spile.models.architecture import ModelConfig
 from spile.models.families import FAMILIES, read_config
-from spile.models.safetensors_files import BucketSource, ByteSource, LocalSource, read_index
-from spile.objects import is_remote, open_folder
+from spile.models.safetensors_files import read_bytes
+from spile.objects import Folder, is_remote, open_folder
 from spile.objects.crc import crc32c
+from spile.objects.local import LocalFolder
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
     from spile.objects.retry import RequestFailure
 
 
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+SMALL_FILES = ("config.json", GENERATION, INDEX, *TOKENIZER_FILES)
+
+_SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
+_HASH_CHUNK = 64 << 20
+ReadConfig = Callable[[Mapping[str, Any]], ModelConfig]
+
+
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/spile/models``, or ``~/.cache/spile/models``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "spile" / "models"
-
-
-def find_in_bucket(url: str, *, weights: bool = True, read: ReadConfig = read_config) -> ModelFiles:
-    """Find the model in a folder of a bucket: its small files are copied to the cache, its weights read by range."""
-    folder = open_folder(url)
-    present = {found.key for found in folder.list() if "/" not in found.key}
-    if "config.json" not in present:
-        raise ModelError(f"no config.json in {url}", fix="give the folder of a complete Hugging Face model")
-    content = {name: folder.get(name) for name in SMALL_FILES if name in present}
-    return describe(url, _keep(url, content), BucketSource(folder), present, None, weights=weights, read=read)
-
-
-def _keep(url: str, content: dict[str, bytes]) -> Path:
-    """Store files in a folder named by their content, so that it is never stale; each file is written atomically."""
-    digest = hashlib.sha256(url.encode())
-    for name, data in sorted(content.items()):
-        digest.update(f"\n{name} {hashlib.sha256(data).hexdigest()}".encode())
-    folder = cache_folder() / digest.hexdigest()[:32]
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in content.items():
-        if not (folder / name).is_file():
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
-                file.write(data)
-            Path(file.name).replace(folder / name)
-    return folder
 
 
 def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
@@ -132,29 +130,6 @@ def _token_fix(name: str) -> str:
     return f"ask for access at huggingface.co/{name} and set HF_TOKEN to your token"
 
 
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-INDEX = "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-SMALL_FILES = ("config.json", GENERATION, INDEX, *TOKENIZER_FILES)
-
-_SINGLE = "model.safetensors"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
-_HASH_CHUNK = 64 << 20
-ReadConfig = Callable[[Mapping[str, Any]], ModelConfig]
-
-
 @dataclass(frozen=True)
 class ModelFiles:
     """A model that was found: its config, and the places of its tokenizer and weights. No large file is read yet."""
@@ -165,7 +140,8 @@ class ModelFiles:
     """The commit on the hub; None for other places."""
     config: ModelConfig
     tokenizer_folder: Path
-    source: ByteSource
+    folder: Folder
+    """The place of the weight files."""
     weight_files: tuple[str, ...]
     adapter: Adapter | None = None
     """The adapter that is merged into the weights as they are read."""
@@ -187,11 +163,11 @@ class ModelFiles:
         parts = [
             (file, size, start, min(_HASH_CHUNK, size - start))
             for file in sorted(self.weight_files)
-            for size in (self.source.size(file),)
+            for size in (self.folder.info(file).size,)
             for start in range(0, max(size, 1), _HASH_CHUNK)
         ]
         with ThreadPoolExecutor(8) as threads:
-            sums = list(threads.map(lambda part: crc32c(self.source.read(part[0], part[2], part[3]).data), parts))
+            sums = list(threads.map(lambda part: crc32c(read_bytes(self.folder, part[0], *part[2:]).data), parts))
         content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
         adapted = [] if self.adapter is None else [self.adapter.digest()]
         canonical = json.dumps([self.config.meaning(), content, *adapted], sort_keys=True, separators=(",", ":"))
@@ -215,16 +191,11 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
     Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``read`` reads config.json.
     """
-    path = Path(name).expanduser()
-    bucket = is_remote(name)
-    if revision is not None and (bucket or name == EMBEDDED or path.is_dir()):
-        raise ModelError("--revision", expected="a model of the Hugging Face hub", found=name)
-    if name == EMBEDDED:
-        return _in_folder(name, Path(__file__).parent / "embedded", None, weights, read)
-    if bucket:
-        return find_in_bucket(name, weights=weights, read=read)
-    if path.is_dir():
-        return _in_folder(name, path, None, weights, read)
+    path = Path(__file__).parent / EMBEDDED if name == EMBEDDED else Path(name).expanduser()
+    if is_remote(name) or path.is_dir():
+        if revision is not None:
+            raise ModelError("--revision", expected="a model of the Hugging Face hub", found=name)
+        return describe(name, open_folder(name if is_remote(name) else str(path)), None, weights=weights, read=read)
     mistyped = "/" in name and path.parent.is_dir()  # a folder here, not an owner on the hub
     if not _HUB_NAME.fullmatch(name) or path.exists() or mistyped:
         raise ModelError(
@@ -232,47 +203,47 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
             expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",
             found="a file" if path.exists() else "neither",
         )
-    folder, commit = download(name, revision, weights=weights)
-    return _in_folder(name, folder, commit, weights, read)
-
-
-def _in_folder(name: str, folder: Path, revision: str | None, weights: bool, read: ReadConfig) -> ModelFiles:
-    present = {path.name for path in folder.iterdir() if path.is_file()}
-    if "config.json" not in present:
-        raise ModelError(f"no config.json in {folder}", fix="give the folder of a complete Hugging Face model")
-    return describe(name, folder, LocalSource(folder), present, revision, weights=weights, read=read)
+    path, commit = download(name, revision, weights=weights)
+    return describe(name, open_folder(str(path)), commit, weights=weights, read=read)
 
 
 def describe(
-    name: str,
-    small: Path,
-    source: ByteSource,
-    present: set[str],
-    revision: str | None,
-    *,
-    weights: bool = True,
-    read: ReadConfig = read_config,
+    name: str, folder: Folder, revision: str | None, *, weights: bool = True, read: ReadConfig = read_config
 ) -> ModelFiles:
     """Read the small files of a model, and return what :func:`find` returns."""
+    if folder.local_path is not None:
+        present = {path.name for path in folder.local_path.iterdir() if path.is_file()}
+    else:
+        present = {found.key for found in folder.list() if "/" not in found.key}
+    if "config.json" not in present:
+        raise ModelError(f"no config.json in {folder.url}", fix="give the folder of a complete Hugging Face model")
+    small = folder.local_path or _keep(folder, [file for file in SMALL_FILES if file in present])
     with untrusted(ModelError, f"config.json of {name} is not JSON"):
         raw = json.loads((small / "config.json").read_bytes())
     if not isinstance(raw, dict):
         raise ModelError(f"config.json of {name}", expected="a JSON object", found=type(raw).__name__)
     with untrusted(ModelError, f"config.json of {name} is invalid"):
         config = read(raw)
-    return ModelFiles(
-        name=name,
-        revision=revision,
-        config=config,
-        tokenizer_folder=small,
-        source=source,
-        weight_files=_weight_files(name, small, present) if weights else (),
-    )
+    files = _weight_files(name, small, present) if weights else ()
+    return ModelFiles(name, revision, config, small, folder, files)
+
+
+def _keep(folder: Folder, names: Sequence[str]) -> Path:
+    """Copy files of a bucket to a local folder named by their content, so that it is never stale."""
+    content = {name: folder.get(name) for name in names}
+    digest = hashlib.sha256(folder.url.encode())
+    for name, data in sorted(content.items()):
+        digest.update(f"\n{name} {hashlib.sha256(data).hexdigest()}".encode())
+    kept = LocalFolder(cache_folder() / digest.hexdigest()[:32])
+    for name, data in content.items():
+        if not (kept.path / name).is_file():
+            kept.put(name, data)
+    return kept.path
 
 
 def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
     if INDEX in present:
-        files = sorted(set(read_index((small / INDEX).read_bytes(), f"{INDEX} of {name}").values()))
+        files = sorted(read_index((small / INDEX).read_bytes(), f"{INDEX} of {name}"))
         missing = [file for file in files if file not in present]
         if missing:
             raise ModelError(
@@ -290,3 +261,13 @@ def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
             fix="convert them to safetensors, or name a revision that has them",
         )
     raise ModelError(f"{name} has no weights", expected=f"{_SINGLE} or {INDEX}", found="neither")
+
+
+def read_index(content: bytes, where: str) -> set[str]:
+    """Read ``model.safetensors.index.json``, and return the names of the weight files."""
+    with untrusted(ModelError, f"{where} is not an index of weights", expected='JSON with a "weight_map"'):
+        files = {str(file) for file in json.loads(content)["weight_map"].values()}
+    outside = sorted(file for file in files if "/" in file or "\\" in file or file.startswith("."))
+    if outside:
+        raise ModelError(f"{where} names a file outside its folder", found=outside[0])
+    return files

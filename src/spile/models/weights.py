@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from spile.errors import ModelError
@@ -24,21 +24,39 @@ from spile.models.families import FAMILIES
 from spile.models.families.base import Match, Order
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, build, stacked
-from spile.models.safetensors_files import DTYPES, ByteSource, Change, Entry, Piece, PieceStack, aligned, read_header
+from spile.models.safetensors_files import (
+    DTYPES,
+    Bounds,
+    Change,
+    Entry,
+    Piece,
+    Stack,
+    Values,
+    read_bytes,
+    read_header,
+)
+from spile.objects import Folder
 
 _THREADS = 8
 _COMPARED = 64 << 20
 """How many bytes of two tensors are compared at a time."""
-_ALL_EXPERTS = -1
-"""The place of a file's tensor that holds all of a tensor of the model, instead of one expert's part."""
+_MOST_WAITING = 2 << 30
+"""The most numbers that are read but not yet on their devices, besides the tensor that was read last."""
+
+Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
+"""A function from a tensor's logical axes and shape to its sharding."""
+_Experts = dict[int | None, Piece]
+"""A tensor of the model: one piece per expert, or a single piece at None."""
 
 
-def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
+def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | Stack]:
     """Return the place of each tensor of the model in the files; without ``head`` the LM head may be missing."""
     names, wanted = FAMILIES[files.config.architecture].names, _wanted(files)
-    found: dict[str, dict[int, Piece]] = {}
+    found: dict[str, _Experts] = {}
     copy: Entry | None = None
-    entries = list(_entries(files))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        headers = threads.map(lambda file: read_header(files.folder, file), files.weight_files)
+        entries = [entry for header in headers for entry in header]
     changes: Mapping[str, Change] = {}
     if files.adapter is not None:
         shapes = {entry.name: entry.shape for entry in entries}
@@ -47,8 +65,8 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
         match = names.match(entry.name)
         if match is not None and not match.names:
             continue
-        if match is not None and _is_copy(files, match):
-            copy = entry
+        if match is not None and match.names == ("head",) and (files.config.tied or files.untied):
+            copy = entry  # of the embedding
             continue
         if match is None or any(name not in wanted for name in match.names):
             raise ModelError(
@@ -57,27 +75,25 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece]:
                 fix="check that config.json and the weights belong to the same model",
             )
         for name, piece in _pieces(files, entry, match, wanted, changes.get(entry.name)):
-            stacked = found.setdefault(name, {})
-            place = _ALL_EXPERTS if match.expert is None else match.expert
-            if place in stacked:
-                twice = f"{stacked[place].entries[0].name} and {entry.name}"
-                raise ModelError(f"{files.name} has a tensor twice", found=twice)
-            stacked[place] = piece
+            before = found.setdefault(name, {}).setdefault(match.expert, piece)
+            if before is not piece:
+                both = " and ".join(f"{each.name} in {each.file}" for each in (before.entry, entry))
+                raise ModelError(f"{files.name} has a tensor twice", found=both)
     if files.untied and "embed" in found:
-        found["head"] = {_ALL_EXPERTS: replace(found["embed"][_ALL_EXPERTS], changes=(changes[names.head],))}
-    missing = [
-        name
-        for name, tensor in wanted.items()
-        if not _complete(found.get(name, {}), tensor) and (head or name not in ("head", "head_bias"))
-    ]
+        found["head"] = {None: replace(found["embed"][None], change=changes[names.head])}
+    optional = () if head else ("head", "head_bias")
+    missing = [name for name in wanted if name not in optional and not _complete(found.get(name, {}), wanted[name])]
     if missing:
         raise ModelError(
             f"{files.name} has only {len(wanted) - len(missing)} of its {len(wanted)} tensors",
             found=f"no {names.file_name(missing[0])}",
         )
     if head and copy is not None:
-        _refuse_another_head(files, copy, found["embed"][_ALL_EXPERTS].entries[0])
-    return {name: _joined(stacked, wanted[name]) for name, stacked in found.items()}
+        _refuse_another_head(files, copy, found["embed"][None].entry)
+    return {
+        name: pieces[None] if None in pieces else Stack(tuple(pieces[expert] for expert in range(len(pieces))))
+        for name, pieces in found.items()
+    }
 
 
 def _wanted(files: ModelFiles) -> dict[str, Tensor]:
@@ -90,31 +106,14 @@ def _wanted(files: ModelFiles) -> dict[str, Tensor]:
     return {**model_tensors(config, head=True), **layers}
 
 
-def _entries(files: ModelFiles) -> Iterator[Entry]:
-    seen: dict[str, Entry] = {}
-    with ThreadPoolExecutor(_THREADS) as threads:
-        headers = list(threads.map(lambda file: read_header(files.source, file), files.weight_files))
-    for entry in (entry for header in headers for entry in header):
-        if entry.name in seen:
-            both = f"{seen[entry.name].file} and {entry.file}"
-            raise ModelError(f"{files.name} has the tensor {entry.name} twice", found=both)
-        seen[entry.name] = entry
-        yield entry
-
-
-def _is_copy(files: ModelFiles, match: Match) -> bool:
-    """Return whether the tensor is a copy of the embedding that the files contain although the head is tied."""
-    return match.names == ("head",) and (files.config.tied or files.untied)
-
-
 def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:
     """Refuse a tied head whose tensor differs from the embedding: config.json and transformers 5 disagree about it."""
-    if (copy.shape, copy.dtype) == (embedding.shape, embedding.dtype) and all(
-        np.array_equal(
-            files.source.read(copy.file, copy.start + at, length),
-            files.source.read(embedding.file, embedding.start + at, length),
-        )
-        for at, length in _ranges(copy.length)
+
+    def part(entry: Entry, at: int) -> npt.NDArray[np.uint8]:
+        return read_bytes(files.folder, entry.file, entry.start + at, min(_COMPARED, entry.length - at))
+
+    if (copy.shape, copy.code) == (embedding.shape, embedding.code) and all(
+        np.array_equal(part(copy, at), part(embedding, at)) for at in range(0, copy.length, _COMPARED)
     ):
         return
     raise ModelError(
@@ -125,14 +124,8 @@ def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> No
     )
 
 
-def _ranges(length: int) -> Iterator[tuple[int, int]]:
-    for at in range(0, length, _COMPARED):
-        yield at, min(_COMPARED, length - at)
-
-
-def _complete(stacked: Mapping[int, Piece], tensor: Tensor) -> bool:
-    """Return whether all parts of a tensor were found: it as a whole, or one part per expert."""
-    return set(stacked) == {_ALL_EXPERTS} or (len(tensor.shape) == 3 and set(stacked) == set(range(tensor.shape[0])))
+def _complete(pieces: _Experts, tensor: Tensor) -> bool:
+    return set(pieces) == {None} or (len(tensor.shape) == 3 and set(pieces) == set(range(tensor.shape[0])))
 
 
 def _file_shape(shapes: Sequence[tuple[int, ...]], order: Order) -> tuple[int, ...]:
@@ -152,53 +145,29 @@ def _pieces(
     """Return the tensors of the model that a file's tensor contains, after a check of its shape and dtype."""
     shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]
     expected = _file_shape(shapes, match.order)
-    if match.expert is not None and len(wanted[match.names[0]].shape) != 3:
-        expected = ()
     if entry.shape != expected:
         raise ModelError(
             f"the tensor {entry.name} of {files.name}", expected=f"shape {expected}", found=f"{entry.shape}"
         )
-    if entry.dtype not in DTYPES:
+    if entry.code not in DTYPES:
         raise ModelError(
-            f"the tensor {entry.name} of {files.name}", expected=f"one of {', '.join(DTYPES)}", found=entry.dtype
+            f"the tensor {entry.name} of {files.name}", expected=f"one of {', '.join(DTYPES)}", found=entry.code
         )
     firsts = accumulate((shape[0] for shape in shapes), initial=0)
     for place, (name, first, shape) in enumerate(zip(match.names, firsts, shapes, strict=False)):
-        groups = (files.config.n_heads, len(shapes), place)
-        yield name, Piece((entry,), shape, match.order, first, groups, (change,))
-
-
-def _joined(stacked: Mapping[int, Piece], tensor: Tensor) -> Piece:
-    if _ALL_EXPERTS in stacked:
-        return stacked[_ALL_EXPERTS]
-    parts = [stacked[place] for place in sorted(stacked)]
-    entries = tuple(entry for part in parts for entry in part.entries)
-    changes = tuple(change for part in parts for change in part.changes)
-    return Piece(entries, tensor.shape, parts[0].order, changes=changes)
-
-
-Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
-"""A function from a tensor's logical axes and shape to its sharding."""
-
-_MOST_WAITING = 2 << 30
-"""The most numbers that are read but not yet on their devices, besides the tensor that was read last."""
+        yield name, Piece(entry, shape, match.order, first, (files.config.n_heads, len(shapes), place), change)
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf of the tree: its tensor, and the names of the tensors that it is made of."""
+    """A leaf of the tree: its tensor in the model and in the files."""
 
-    names: tuple[str, ...]
     tensor: Tensor
+    source: Piece | Stack
 
     @classmethod
-    def joined(cls, leaves: Sequence[_Leaf]) -> _Leaf:
-        names = tuple(name for leaf in leaves for name in leaf.names)
-        return cls(names, leaves[0].tensor.stacked(len(leaves)))
-
-    def piece(self, pieces: Mapping[str, Piece]) -> Piece | PieceStack:
-        own = tuple(pieces[name] for name in self.names)
-        return own[0] if len(own) == 1 else PieceStack(own)
+    def stack(cls, leaves: Sequence[_Leaf]) -> _Leaf:
+        return cls(leaves[0].tensor.stacked(len(leaves)), Stack(tuple(leaf.source for leaf in leaves)))
 
 
 def load(
@@ -216,9 +185,9 @@ def load(
     file is checked against the config before any is read, those past ``n_layers`` too.
     """
     pieces = catalogue(files, head=head)
-    tree = build(files.config, n_layers, lambda name, tensor: _Leaf((name,), tensor), head=head)
+    tree = build(files.config, n_layers, lambda name, tensor: _Leaf(tensor, pieces[name]), head=head)
     if runs:
-        tree = stacked(tree, runs, _Leaf.joined)
+        tree = stacked(tree, runs, _Leaf.stack)
     leaves, structure = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
     waiting: deque[tuple[int, Future[jax.Array]]] = deque()
@@ -231,9 +200,8 @@ def load(
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             for leaf in leaves:
-                place = None if sharding is None else sharding(leaf.tensor.axes, leaf.tensor.shape)
-                piece = leaf.piece(pieces)
-                waiting.append((leaf.tensor.size, threads.submit(_place, files.source, piece, place)))
+                place = sharding(leaf.tensor.axes, leaf.tensor.shape) if sharding else _first_device()
+                waiting.append((leaf.tensor.size, threads.submit(_place, files.folder, leaf.source, place)))
                 # Limit the number of unconverted tensors.
                 while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MOST_WAITING:
                     settle()
@@ -246,37 +214,24 @@ def load(
     return loaded
 
 
-def _place(source: ByteSource, piece: Piece | PieceStack, place: Sharding | None) -> jax.Array:
-    """Copy a tensor to the devices as it is stored; the dtype is converted there, without a second copy on the host.
-
-    On a CPU a mapped file must not become the array itself, or a change on disk would change the model.
-    """
-    if place is None:
-        whole: jax.Array = jax.device_put(piece.read(source), may_alias=False)
-        return whole
-    devices: set[Any] = place.device_set
-    on_cpu = any(device.platform == "cpu" for device in devices)
-    return jax.make_array_from_callback(piece.shape, place, _Slices(source, piece, copy=on_cpu))
+def _first_device() -> Sharding:
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
-class _Slices:
-    """Reads each slice once for all devices that need it."""
+def _place(folder: Folder, source: Piece | Stack, place: Sharding) -> jax.Array:
+    """Copy a tensor to the devices as it is stored; the dtype is converted there, without a second copy on the host."""
+    lock = threading.Lock()
+    parts: dict[Bounds, Values] = {}
 
-    def __init__(self, source: ByteSource, piece: Piece | PieceStack, *, copy: bool) -> None:
-        self.source, self.piece, self.copy = source, piece, copy
-        self.lock = threading.Lock()
-        self.read: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
+    def read(index: tuple[slice, ...] | None) -> Values:
+        """Read each slice once for all devices that need it."""
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), source.shape, strict=False))
+        with lock:
+            if bounds not in parts:
+                parts[bounds] = source.read(folder, bounds)
+            return parts[bounds]
 
-    def __call__(self, index: tuple[slice, ...] | None) -> npt.NDArray[Any]:
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), self.piece.shape, strict=False))
-        with self.lock:
-            if bounds not in self.read:
-                part = self.piece.read(self.source, bounds)
-                if self.copy and not part.flags.writeable:
-                    mapped, part = part, aligned(part.shape, part.dtype)
-                    part[:] = mapped
-                self.read[bounds] = part
-            return self.read[bounds]
+    return jax.make_array_from_callback(source.shape, place, read)
 
 
 @functools.partial(jax.jit, static_argnums=1)

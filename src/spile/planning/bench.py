@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from spile.models.architecture import flops_per_token
 from spile.models.decoder import TapCollector, TokenInfo, hidden, keep_unchanged, layers_needed
-from spile.models.safetensors_files import LocalSource
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
 from spile.planning.timed_run import TimedRun, cold_and_warm
@@ -199,7 +198,8 @@ def _run(
 def _naive(parts: ResolvedRun, folder: Path) -> float | None:
     """Return the rate of transformers on the first prompts, or None if it cannot run the model."""
     missing = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
-    if missing or not isinstance(parts.files.source, LocalSource):
+    model = parts.files.folder.local_path
+    if missing or model is None:
         return None
     import torch
 
@@ -207,7 +207,6 @@ def _naive(parts: ResolvedRun, folder: Path) -> float | None:
     prompts = [item.tokens for item in items if isinstance(item, Sample)]
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     size = 16 if device == "cuda" else 8
-    model = parts.files.source.folder
     return run(model, prompts, device=device, dtype=parts.spec.dtype, batch_size=size, output=folder).rate
 
 

@@ -20,7 +20,6 @@ from spile.models.adapters import Adapter
 from spile.models.architecture import ModelConfig
 from spile.models.families import read_config, refuse_quantized
 from spile.models.model_files import ModelFiles
-from spile.models.safetensors_files import LocalSource
 from spile.spec.taps import MODULE, Tap, TapRows
 from spile.worker.mesh import no_gpu
 
@@ -460,9 +459,9 @@ def _choose_class(config: Any) -> Any:
 
 def _model_folder(files: ModelFiles) -> Path:
     require_torch()
-    if not isinstance(files.source, LocalSource):
+    if files.folder.local_path is None:
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
-    return files.source.folder
+    return files.folder.local_path
 
 
 @contextmanager

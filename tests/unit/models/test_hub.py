@@ -48,7 +48,9 @@ def test_a_model_of_the_hub(hub: FakeHub) -> None:
 def test_the_cache_serves_when_the_hub_is_gone(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     first = model_files.find("me/tiny")
     monkeypatch.setenv("HF_ENDPOINT", closed())
-    assert model_files.find("me/tiny") == first
+    again = model_files.find("me/tiny")
+    assert (again.revision, again.config) == (first.revision, first.config)
+    assert again.weights_hash() == first.weights_hash()
 
 
 def test_the_token_is_sent(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,13 +132,13 @@ MESH = """
 import jax, numpy as np, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spile.models import model_files, weights
-from spile.models.weights import Piece
+from spile.models.safetensors_files import Piece
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
 rules = {"heads": "model", "kv_heads": "model", "d_ff": "model", "vocab": "model"}
 place = lambda axes, shape: NamedSharding(mesh, PartitionSpec(*(rules.get(axis) for axis in axes)))
 reads = []
 plain = Piece.read
-Piece.read = lambda piece, source, bounds=(): reads.append(piece.entries[0].name) or plain(piece, source, bounds)
+Piece.read = lambda piece, folder, bounds=(): reads.append(piece.entry.name) or plain(piece, folder, bounds)
 files = model_files.find("embedded")
 spread = weights.load(files, jnp.float32, None, place)
 assert len(reads) == len(set(reads)) * 2 - sum(1 for n in set(reads) if "norm" in n), "each half is read once"
@@ -219,11 +219,11 @@ def test_a_doubled_tensor(tmp_path: Path) -> None:
     assert "has a tensor twice" in one_line(edit_tensors(folder, embed_tokens__weight=embed))
     edit_tensors(folder, embed_tokens__weight=None)
     shard_model(folder)
-    save_file({"model.norm.weight": np.ones(64, ml_dtypes.bfloat16)}, folder / "model-00004.safetensors")
+    save_file({"model.norm.weight": np.ones(192, ml_dtypes.bfloat16)}, folder / "model-00004.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["again"] = "model-00004.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "has the tensor model.norm.weight twice" in one_line(folder)
+    assert "twice: found model.norm.weight in model-00002-of-00003.safetensors and" in one_line(folder)
 
 
 def test_a_dtype_that_weights_cannot_have(tmp_path: Path) -> None:
