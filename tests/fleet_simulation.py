@@ -609,7 +609,7 @@ class Simulation:
             right = [(True, entry.sha256) for entry in manifest.streams]
             self._hold(whole == right, f"a success that verify would refuse: {whole}")
 
-    def _metadata(self, worker: int) -> dict[str, str]:
+    def _metadata(self, name: str) -> dict[str, str]:
         if self.now < self.calm_at and self.rng.random() < 0.02:
             raise Died
         return {}

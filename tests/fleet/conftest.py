@@ -16,8 +16,9 @@ from spile_fakes.gcs import FakeGcs
 
 @pytest.fixture(autouse=True)
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deployments of this computer are recorded separately for each test."""
+    """Deployments of this computer are recorded separately for each test, and operations are fast."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("spile.fleet.manage.EVERY", 0.02)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0")
     home = a_home(tmp_path)
     request = NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})
-    settle(client, client.create_node(ZONE, NAME, request), every=0.02)
+    settle(client, client.create_node(ZONE, NAME, request))
     agent = an_agent(home, "import time; print('up'); time.sleep(60)", pin=home.read_pinned()[1])
     agent.zone = ZONE
     codes: list[int] = []
@@ -205,13 +205,13 @@ def test_the_machine_deletes_itself_and_no_other(
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     home = a_home(tmp_path)
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})), every=0.02)
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
     agent = an_agent(home, "pass")
     agent.zone = ZONE
     agent.run()
     while client.nodes(ZONE):
         time.sleep(0.02)
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r")), every=0.02)
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r")))
     agent.run()
     time.sleep(0.2)
     assert [node.name for node in client.nodes(ZONE)] == [NAME], "a machine without the fleet's label is not ours"
@@ -335,7 +335,7 @@ def test_a_machine_whose_worker_gave_up_deletes_itself_after_the_limit(
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     home = a_home(tmp_path, policy=Policy(idle_limit=0.3))
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})), every=0.02)
+    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
     agent = an_agent(home, "raise SystemExit(2)", stay=True)
     agent.zone = ZONE
     thread = threading.Thread(target=agent.run)

@@ -204,7 +204,7 @@ def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
     assert found["q"].nodes == ("s-0", "s-1")
     assert found["b"].nodes == ("b",)
     assert {node.queued for node in client.nodes(ZONE)} == {"q", "b"}
-    settle(client, client.delete_queued(ZONE, "q", force=True))
+    settle(client, client.delete_queued(ZONE, "q"))
     assert [node.name for node in client.nodes(ZONE)] == ["b"]
 
 

@@ -121,10 +121,7 @@ def test_a_life(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
 
 
 def test_the_budget_ends_it(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
-    def limited(fleet: FleetSpec) -> FleetSpec:
-        return replace(fleet, policy=replace(fleet.policy, budget=1.0))
-
-    monitor = FleetMonitor(home, client, adjust=limited, clock=fake.clock)
+    monitor = FleetMonitor(home, client, policy={"budget": 1.0}, clock=fake.clock)
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     fake.admin("clock", {"advance": 500})
     assert monitor.step().history.stopped == ""
@@ -235,10 +232,7 @@ def test_a_second_monitor_watches_and_takes_over(home: FleetHome, client: CloudT
 
 
 def test_finished_machines_may_be_kept(home: FleetHome, client: CloudTpu) -> None:
-    def kept(fleet: FleetSpec) -> FleetSpec:
-        return replace(fleet, policy=replace(fleet.policy, delete_finished=False))
-
-    monitor = FleetMonitor(home, client, adjust=kept)
+    monitor = FleetMonitor(home, client, policy={"delete_finished": False})
     until(monitor, lambda status: all(each.machine == "READY" for each in status.workers))
     for name in ("tpu-us-central1-a-0", "tpu-us-central1-b-0"):
         say(home, name, phase="done", verdict="finished")
@@ -251,7 +245,7 @@ def test_no_permission_anywhere_is_an_error_and_not_a_table(
 ) -> None:
     fake.admin("fault", {"status": 403, "message": "Permission 'tpu.nodes.list' denied", "count": 1000})
     with pytest.raises(NotAllowed, match=r"not allowed to list TPUs in us-central1-a: .*\. Ask for the role"):
-        watch_fleet(home, client, Console(), interval=1, adjust=lambda fleet: fleet)
+        watch_fleet(home, client, Console(), interval=1)
 
 
 def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
@@ -269,7 +263,7 @@ def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: 
         else:
             raise KeyboardInterrupt
 
-    code = watch_fleet(home, client, Console(file=out), interval=1, adjust=lambda fleet: fleet, sleep=gone)
+    code = watch_fleet(home, client, Console(file=out), interval=1, sleep=gone)
     assert code == 0
     assert "no fleet at" in out.getvalue()
     assert "stopped watching; everything goes on" in out.getvalue()

@@ -72,11 +72,8 @@ class Watched:
         assert code == 0, text
         self.home = FleetHome.open("gs://b/fleet/default")
         self.client = CloudTpu(read_settings(world.cloud.environment()))
-
-        def adjust(fleet: FleetSpec) -> FleetSpec:
-            return replace(fleet, policy=replace(fleet.policy, interval=1.0, heartbeat=1.0, **policy))
-
-        self.monitor = FleetMonitor(self.home, self.client, adjust=adjust)
+        policy = {"interval": 1.0, "heartbeat": 1.0, **policy}
+        self.monitor = FleetMonitor(self.home, self.client, policy=policy)
 
     def until(self, what: Callable[[FleetStatus], bool]) -> FleetStatus:
         deadline = time.monotonic() + 200

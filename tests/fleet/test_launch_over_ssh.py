@@ -35,7 +35,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
         "f", "fake-project", (ZONE,), plan_workers((ZONE,), 2), NodeRequest("v3-8", "r"),
         run={"output": str(tmp_path / "out"), "no_such_field": 1}, deployment="d",
     )  # fmt: skip
-    create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {}, every=0.02)
+    create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {})
     fleet = publish(home, fleet, lambda _: None)
     assert "create it with --create-tpus" in list_existing(client, fleet)[1].detail
     assert prepare_bare_machines(client, fleet, home) == [fleet.workers[0].name]

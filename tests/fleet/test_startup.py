@@ -78,7 +78,7 @@ class Vm:
 
 def unbooted(home: str, pin: str) -> dict[str, str]:
     """Return the metadata of a machine that the fake cloud does not boot by itself."""
-    return {**machine_metadata(home, NAME, pin), "startup-script": ""}
+    return {**machine_metadata(home, pin, NAME), "startup-script": ""}
 
 
 @pytest.fixture

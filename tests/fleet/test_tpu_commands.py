@@ -30,7 +30,6 @@ def spile(fake: FakeCloud, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     home = str(a_home(tmp_path / "home"))
     for name, value in {**fake.environment(), "CLOUDSDK_CONFIG": home, "HOME": home, "COLUMNS": "200"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(manage, "EVERY", 0.05)
 
     def run(*words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
@@ -89,7 +88,7 @@ def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: Fak
 
 
 def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
     assert code == 1, "what was named is not all gone"
     assert "it is not of fleet default" in text
@@ -101,7 +100,7 @@ def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) 
 
 
 def test_a_taken_name_is_refused_and_can_be_adopted(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "create", "--zones", A)
     assert code == 1
     assert (
@@ -153,12 +152,12 @@ def test_a_queued_resource_is_recreated_whole(
     """One node is gone, and the resource is suspended for ever: all of it is made again, once, as it was."""
     words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", *more)
     assert spile("tpu", "create", *words, "--queued-id", "mine")[0] == 0
-    wait_for_queued(client, A, "mine", every=0.02)
+    wait_for_queued(client, A, "mine")
     for name in lost:
         fake.admin("preempt", {"zone": A, "name": name})
     code, text = spile("tpu", "recreate-preempted", "--zones", A, "--yes")
     assert code == 0, text
-    again = wait_for_queued(client, A, "mine", every=0.02)
+    again = wait_for_queued(client, A, "mine")
     assert (again.nodes, again.prefix, again.best_effort) == (("s-0", "s-1"), "s", bool(more))
     assert names(client) == ["s-0", "s-1"]
 
@@ -202,8 +201,8 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
 def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
     """A queued resource is deleted as a whole, so it is kept if it contains a machine of another fleet."""
     request = QueuedRequest(NodeRequest("v4-8", "r"), node_count=2, node_prefix="s")
-    manage.settle(client, client.create_queued(A, "s", request), every=0.02)
-    wait_for_queued(client, A, "s", every=0.02)
+    manage.settle(client, client.create_queued(A, "s", request))
+    wait_for_queued(client, A, "s")
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "s-0")
     assert code == 0, text
     code, text = spile("tpu", "delete", "--zones", A, "--yes")
@@ -279,7 +278,7 @@ def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: Fake
 
 
 def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "theirs", NodeRequest("v3-8", "r")), every=0.02)
+    manage.settle(client, client.create_node(A, "theirs", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs")
     assert (code, names(client)) == (0, ["theirs"]), text
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs", "--workers-per-zone", "1")
@@ -287,7 +286,7 @@ def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:
 
 
 def test_deleting_a_machine_that_is_not_the_fleets_is_no_success(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")), every=0.02)
+    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
     assert (code, "it is not of fleet default" in text) == (1, True), text
     assert names(client) == ["tpu-us-central1-a-0"]

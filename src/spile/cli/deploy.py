@@ -51,7 +51,6 @@ from spile.fleet.deploy import (
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
 from spile.fleet.monitor import check_url
-from spile.fleet.provider import Provider
 from spile.fleet.spec import FleetSpec, Policy, Worker, default_runtime, keep_numbers
 from spile.hosts.hosts import Access
 from spile.objects import is_remote, open_folder
@@ -372,7 +371,7 @@ def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
     return stored
 
 
-def _trusted_fleet(provider: Provider, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
+def _trusted_fleet(provider: CloudTpu, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
@@ -473,7 +472,7 @@ def _confirm_changes(console: Console, fleet: FleetSpec, changed: list[str], cle
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
     """Create or find the machines and start the workers on them."""
-    from spile.cli.fleet import adjusted, watch_fleet  # Here, because chains of imports are kept short.
+    from spile.cli.fleet import monitor_policy, watch_fleet  # Here, because chains of imports are kept short.
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)
@@ -498,8 +497,8 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         )  # fmt: skip
     code = print_results(console, [*results, *not_pinned])
     if steps.monitor:
-        adjust = adjusted(steps.interval, steps.keep_finished)
-        return watch_fleet(home, client, console, interval=steps.interval, adjust=adjust)
+        policy = monitor_policy(steps.interval, steps.keep_finished)
+        return watch_fleet(home, client, console, interval=steps.interval, policy=policy)
     console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
     return code
 
@@ -510,9 +509,7 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, consol
     if other is not None:
         console.print(f"{other.owner} monitors this fleet and creates its machines", markup=False)
         return []
-    names = {worker.id: worker.name for worker in fleet.workers}
-    pin = sha256(fleet.to_json())
-    return manage.create(client, fleet, lambda worker: machine_metadata(home.folder.url, names[worker], pin))
+    return manage.create(client, fleet, partial(machine_metadata, home.folder.url, sha256(fleet.to_json())))
 
 
 def _show_plan(

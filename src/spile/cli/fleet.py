@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated, Any
@@ -22,8 +22,8 @@ from spile.fleet.cloud_tpu import CloudTpu, check_place, read_settings
 from spile.fleet.home import FLEET, FleetHome, Lease, fleet_url, fleets_of, refuse_monitored, remember_deployment
 from spile.fleet.manage import NodeResult, slice_secret, wait_for_queued
 from spile.fleet.monitor import FleetMonitor, FleetStatus, worker_problems
-from spile.fleet.provider import Life, Node, NodeState, Provider, QueuedResource
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns, plan_workers
+from spile.fleet.provider import Life, Node, NodeState, QueuedResource
+from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, Worker, owns, plan_workers
 from spile.objects import bucket_url, open_folder
 from spile.objects.folder import NotFound
 from spile.store.layout import RUN
@@ -37,25 +37,18 @@ from spile.view.table import output
 from spile.worker.signals import handled
 
 
-def adjusted(interval: float, keep_finished: bool) -> Callable[[FleetSpec], FleetSpec]:
-    """Return a function that applies this monitor's flags to the policy of the fleet."""
-
-    def adjust(fleet: FleetSpec) -> FleetSpec:
-        policy = replace(fleet.policy, interval=interval)
-        if keep_finished:
-            policy = replace(policy, delete_finished=False)
-        return replace(fleet, policy=policy)
-
-    return adjust
+def monitor_policy(interval: float, keep_finished: bool) -> dict[str, Any]:
+    """Return the fields of the fleet's policy that the flags of a monitor change."""
+    return {"interval": interval, **({"delete_finished": False} if keep_finished else {})}
 
 
 def watch_fleet(
     home: FleetHome,
-    provider: Provider,
+    provider: CloudTpu,
     console: Console,
     *,
     interval: float,
-    adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
+    policy: Mapping[str, Any] | None = None,
     once: bool = False,
     as_json: bool = False,
     watch_only: bool = False,
@@ -77,7 +70,7 @@ def watch_fleet(
         handled(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
         MetricsServer(metrics_port) as metrics,
     ):
-        monitor = FleetMonitor(home, provider, pool=pool, adjust=adjust, watch_only=watch_only, makes=makes)
+        monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, makes=makes)
         try:
             if once or as_json:
                 status = _first(monitor)
@@ -159,11 +152,10 @@ def monitor(
     if home is not None:
         client = _client(home, project)
         _change_fleet(home, deployment, budget)
-        adjust = adjusted(interval, keep_finished)
         with web_of(root, web, fleet=fleet):
             return watch_fleet(
-                home, client, console, interval=interval, adjust=adjust, once=once, as_json=as_json,
-                watch_only=watch_only, metrics_port=metrics_port,
+                home, client, console, interval=interval, policy=monitor_policy(interval, keep_finished), once=once,
+                as_json=as_json, watch_only=watch_only, metrics_port=metrics_port,
             )  # fmt: skip
     with web_of(root, web):
         return _watch_root(root, console, interval, once, as_json, metrics_port)
@@ -381,7 +373,7 @@ def create(
     console = output(soft_wrap=True)
     console.print(f"{fleet.machine.accelerator_type}, {fleet.tier}", markup=False)
     if node_prefix:
-        results = manage.queue(client, fleet, node_prefix, node_count, name=queued_id)
+        results = manage.queue(client, fleet, node_prefix, node_count, queued_id or node_prefix)
         code = print_results(console, results)
         if wait:
             _wait_until_active(client, results, console)
@@ -404,7 +396,7 @@ def create(
     return int(any(result.bad for result in results))
 
 
-def _wait_until_active(client: Provider, results: Iterable[NodeResult], console: Console) -> None:
+def _wait_until_active(client: CloudTpu, results: Iterable[NodeResult], console: Console) -> None:
     """Wait until the queued resources that were requested are active."""
     for result in results:
         if not result.bad:
@@ -465,7 +457,8 @@ def tpu_status(
     """
     zones, client = place.zone_list(), place.client()
     nodes = manage.list_nodes(client, zones)
-    queued = [each for each in manage.list_waiting(client, zones, nodes) if each.labels.get(FLEET_LABEL) == place.fleet]
+    waiting = manage.without_nodes(manage.from_zones(client.queued, zones), nodes)
+    queued = [each for each in waiting if each.labels.get(FLEET_LABEL) == place.fleet]
     shown = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
         there = {(node.zone, node.name): node for node in nodes}
@@ -498,7 +491,6 @@ def recreate_preempted(
     """Delete the fleet's preempted, terminated and stopped machines and create each of them again."""
     client, console = place.client(), output(soft_wrap=True)
     zones = place.zone_list()
-    fleet = MachineFlags(workers_per_zone=workers_per_zone or 1).fleet(place, client.project)
     nodes = manage.list_nodes(client, zones)
     dead = [node for node in nodes if owns(place.fleet, node) and node.state.life is Life.DEAD]
     if workers_per_zone is not None:
@@ -508,7 +500,7 @@ def recreate_preempted(
         console.print(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}", markup=False)
         return 0
     confirm(f"Recreate {', '.join(f'{node.name} ({node.state.value})' for node in dead)}?", yes=yes, console=console)
-    return print_results(console, manage.recreate(client, dead, fleet))
+    return print_results(console, manage.recreate(client, dead, place.fleet))
 
 
 def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:

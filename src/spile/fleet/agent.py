@@ -36,8 +36,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport, log_key, log_names, log_numbers, own_pin
-from spile.fleet.manage import hosts_of
+from spile.fleet.manage import delete_machine, hosts_of
 from spile.fleet.provider import Node, NodeState
 from spile.fleet.spec import FleetSpec, Verdict, Worker, owns, worker_of
 from spile.hosts.hosts import Host
@@ -388,19 +389,13 @@ class Agent:
         """Delete this machine, unless machines are kept. If that fails, the monitor deletes it."""
         if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
             return
-        from spile.fleet.cloud_tpu import CloudTpu, read_settings
-        from spile.fleet.manage import delete_queued_of
-
         try:
             client = CloudTpu(read_settings(os.environ, project=fleet.project))
             node = client.node(self.zone, self.node)
             if not owns(fleet.name, node):
                 return
             print(f"spile agent: {why}; this machine deletes itself", flush=True)
-            if node.queued is not None:
-                delete_queued_of(client, fleet.name, self.zone, node.queued)
-            else:
-                client.delete_node(self.zone, self.node)
+            delete_machine(client, fleet.name, self.zone, self.node, node.queued)
         except (CloudError, UserError) as error:
             print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
 

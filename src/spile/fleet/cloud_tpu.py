@@ -111,7 +111,6 @@ def read_node(raw: Mapping[str, Any]) -> Node:
             Endpoint(end.get("ipAddress", ""), end.get("accessConfig", {}).get("externalIp"))
             for end in raw.get("networkEndpoints", [])
         ),
-        health=raw.get("healthDescription", ""),
         queued=_parts(raw["queuedResource"])[1] if raw.get("queuedResource") else None,
         request=_request_of(raw),
     )
@@ -190,7 +189,7 @@ def read_operation(raw: Mapping[str, Any]) -> Operation:
         code = int(raw["error"].get("code", 13))
         doing = f"{verb or 'change'} {target or name} in {zone}"
         error = error_of(_STATUS_OF_CODE.get(code, 500), raw["error"].get("message", ""), doing)
-    return Operation(name=name, zone=zone, done=bool(raw.get("done")), error=error, target=target, verb=verb)
+    return Operation(name=name, zone=zone, done=bool(raw.get("done")), error=error)
 
 
 def node_body(request: NodeRequest) -> dict[str, Any]:
@@ -354,7 +353,10 @@ def open_session(settings: CloudSettings) -> requests.Session:
 
 
 class CloudTpu:
-    """The client of the Cloud TPU API or of a server that implements it. Safe to use from several threads."""
+    """The client of the Cloud TPU API or of a server that implements it. Safe to use from several threads.
+
+    Methods raise the errors of :mod:`~spile.fleet.provider` and never repeat a request that may have been carried out.
+    """
 
     def __init__(
         self,
@@ -455,12 +457,14 @@ class CloudTpu:
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[Node]:
+        """Return all nodes of a zone; ``-`` means every zone."""
         return [read_node(raw) for raw in self._pages(f"{self._parent(zone)}/nodes", "nodes", f"list TPUs in {zone}")]
 
     def node(self, zone: str, name: str) -> Node:
         return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"look at TPU {name} in {zone}"))
 
     def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
+        """Request a node. A stockout is reported by the operation later."""
         doing = f"create TPU {name} ({request.accelerator_type}) in {zone}"
         path = f"{self._parent(zone)}/nodes"
         return read_operation(self._send("POST", path, doing, body=node_body(request), params={"nodeId": name}))
@@ -506,10 +510,10 @@ class CloudTpu:
             )
         )
 
-    def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
-        path = f"{self._parent(zone)}/queuedResources/{name}"
-        params = {"force": "true"} if force else {}
-        return read_operation(self._send("DELETE", path, f"delete queued resource {name} in {zone}", params=params))
+    def delete_queued(self, zone: str, name: str) -> Operation:
+        """Delete a queued resource and its nodes."""
+        path, doing = f"{self._parent(zone)}/queuedResources/{name}", f"delete queued resource {name} in {zone}"
+        return read_operation(self._send("DELETE", path, doing, params={"force": "true"}))
 
     # -- zones, machine types and permissions -----------------------------------------------------------------------
 

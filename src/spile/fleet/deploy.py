@@ -33,7 +33,7 @@ from spile.fleet.home import (
 )
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
-from spile.fleet.provider import Life, NodeState, Provider, Quota, QuotaLimit
+from spile.fleet.provider import Life, NodeState, Quota, QuotaLimit
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
@@ -453,7 +453,7 @@ _LAUNCH = "spile-launch"
 """The metadata entry of a machine that has to be launched over ssh, because it booted without the startup script."""
 
 
-def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: FleetHome) -> list[str]:
+def prepare_bare_machines(provider: CloudTpu, fleet: FleetSpec, home: FleetHome) -> list[str]:
     """Return the fleet's machines that were created without spile's startup script, and give it to them.
 
     The script in their metadata counts from their next boot on. Until then they have to be launched over ssh. A machine
@@ -468,7 +468,7 @@ def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: FleetHome)
             report = home.read_report(node.name)
             if _LAUNCH not in node.metadata or (report is not None and report.updated > node.created):
                 continue
-        wanted = machine_metadata(home.folder.url, node.name, sha256(fleet.to_json()))
+        wanted = machine_metadata(home.folder.url, sha256(fleet.to_json()), node.name)
         wanted[_LAUNCH] = "ssh"
         kept = {key: node.metadata[key] for key in slice_secret() if key in node.metadata}  # Its hosts may use it.
         provider.set_metadata(node.zone, node.name, {**node.metadata, **wanted, **kept})
@@ -476,7 +476,7 @@ def prepare_bare_machines(provider: Provider, fleet: FleetSpec, home: FleetHome)
     return bare
 
 
-def list_existing(provider: Provider, fleet: FleetSpec) -> list[NodeResult]:
+def list_existing(provider: CloudTpu, fleet: FleetSpec) -> list[NodeResult]:
     """Return a result for each worker: its machine takes the deployment by itself, or there is none."""
     nodes = {node.name: node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node)}
     results = []
@@ -501,7 +501,7 @@ def _script(text: str, home: str, host: Host, zone: str, pin: str, force: bool) 
 
 
 def launch_over_ssh(
-    provider: Provider,
+    provider: CloudTpu,
     fleet: FleetSpec,
     home: str,
     access: Access,

@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from spile.errors import CloudError, Damaged, SpecError, SpileError, UserError, untrusted
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.manage import NodeResult, by_zone, slice_secret
-from spile.fleet.provider import Node, Provider
-from spile.fleet.reconcile import Action, ActionOutcome
+from spile.fleet.provider import Node, Operation
+from spile.fleet.reconcile import Action
 from spile.fleet.spec import FleetSpec, History, Verdict, owns, spec_zones
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound, Removal, get_if_present
@@ -183,13 +184,13 @@ class FleetHome:
         """Store the history under the lease's number, so that a monitor without the lease overwrites nothing."""
         self.folder.put(f"history/{number:06d}.json", history.to_json())
 
-    def log(self, done: Iterable[tuple[Action, ActionOutcome]], number: int, now: float) -> list[str]:
+    def log(self, done: Iterable[tuple[Action, Operation]], number: int, now: float) -> list[str]:
         """Append actions to the log and return them as lines."""
         if number != self._log_number:
             self._log, self._log_number = [], number
         lines = []
-        for action, outcome in done:
-            result = outcome.error.line() if outcome.error else "ok"
+        for action, operation in done:
+            result = operation.error.line() if operation.error else "ok"
             moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
             self._log.append(json.dumps({"time": moment, **asdict(action), "result": result}))
             tail = "" if result == "ok" else f" -> {result}"
@@ -436,12 +437,12 @@ def startup_script() -> str:
     return resources.files("spile.fleet").joinpath("startup.sh").read_text()
 
 
-def machine_metadata(home: str, name: str, pin: str) -> dict[str, str]:
+def machine_metadata(home: str, pin: str, name: str) -> dict[str, str]:
     """Return a machine's metadata: the fleet's folder, the sha256 of fleet.json, the startup script and the secret."""
     return {"spile-home": home, "spile-node": name, PIN: pin, "startup-script": startup_script(), **slice_secret()}
 
 
-def pin_machines(provider: Provider, fleet: FleetSpec, home: str) -> list[NodeResult]:
+def pin_machines(provider: CloudTpu, fleet: FleetSpec, home: str) -> list[NodeResult]:
     """Write the sha256 of this deployment into the metadata of every machine; return the failures."""
     pin = sha256(fleet.to_json())
 
@@ -469,8 +470,6 @@ def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     pinned = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
     if pinned == wanted or not zone:
         return pinned
-    from spile.fleet.cloud_tpu import CloudTpu, read_settings
-
     try:
         return CloudTpu(read_settings(os.environ, project=project)).node(zone, node).metadata.get(PIN, "")
     except SpileError as error:
@@ -526,7 +525,7 @@ def remember_deployment(home: str, found: str, deployment: str) -> None:
     remember(home, wanted)
 
 
-def check_pinned(provider: Provider, home: str, fleet: FleetSpec, found: str) -> NotDeployed | None:
+def check_pinned(provider: CloudTpu, home: str, fleet: FleetSpec, found: str) -> NotDeployed | None:
     """Return None if this computer or a machine's metadata names that ``fleet.json``; else the error.
 
     A value from a machine's metadata is recorded, so that an older ``fleet.json`` is not accepted later.

@@ -8,10 +8,11 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
-from spile.errors import CloudError, Interrupted, SpileError, UserError
+from spile.errors import CloudError, Interrupted, UserError
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.provider import (
     Life,
@@ -19,10 +20,8 @@ from spile.fleet.provider import (
     Missing,
     NameTaken,
     Node,
-    NodeRequest,
     NodeState,
     Operation,
-    Provider,
     QueuedRequest,
     QueuedResource,
     QueuedState,
@@ -32,10 +31,9 @@ from spile.fleet.provider import (
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
 from spile.hosts.hosts import Host
 
-ReportResult = Callable[["NodeResult"], None]
-
-Metadata = Callable[[int], Mapping[str, str]]
-"""Return the metadata of the machine of a worker, given the worker's number."""
+Metadata = Callable[[str], Mapping[str, str]]
+"""Returns the metadata of a new machine, given its name."""
+T = TypeVar("T")
 
 EVERY = 2.0
 """Seconds between two requests for the state of an operation."""
@@ -62,127 +60,135 @@ def slice_secret() -> dict[str, str]:
     return {"spile-secret": secrets.token_hex(32)}
 
 
-def request_for(fleet: FleetSpec, worker: int, metadata: Mapping[str, str]) -> NodeRequest:
-    labels = {**fleet.machine.labels, **fleet.labels, WORKER_LABEL: str(worker)}
-    return replace(fleet.machine, labels=labels, metadata={**fleet.machine.metadata, **metadata})
+def request_machine(
+    provider: CloudTpu, fleet: FleetSpec, worker: int, zone: str, name: str, metadata: Metadata
+) -> Operation:
+    """Request the machine of a worker, as a node or as a queued resource."""
+    request = replace(
+        fleet.machine,
+        labels={**fleet.machine.labels, **fleet.labels, WORKER_LABEL: str(worker)},
+        metadata={**fleet.machine.metadata, **metadata(name)},
+    )
+    if fleet.queued:
+        return provider.create_queued(zone, name, QueuedRequest(request, best_effort=fleet.best_effort))
+    return provider.create_node(zone, name, request)
 
 
-def delete_queued_of(provider: Provider, fleet: str, zone: str, name: str) -> Operation:
-    """Delete a queued resource of the fleet with its nodes, unless it contains machines that are not the fleet's."""
-    found = next((each for each in provider.queued(zone) if each.name == name), None)
+def delete_machine(provider: CloudTpu, fleet: str, zone: str, name: str, queued: str | None) -> Operation:
+    """Delete a machine of the fleet. With a queued resource all nodes go, unless some are not the fleet's."""
+    if queued is None:
+        return provider.delete_node(zone, name)
+    found = next((each for each in provider.queued(zone) if each.name == queued), None)
     if found is None:
-        raise Missing(f"queued resource {name} is not in {zone} any more")
+        raise Missing(f"queued resource {queued} is not in {zone} any more")
     if found.labels.get(FLEET_LABEL, fleet) != fleet:
-        raise Missing(f"queued resource {name} in {zone} now belongs to another fleet")
+        raise Missing(f"queued resource {queued} in {zone} now belongs to another fleet")
     if found.labels.get(FLEET_LABEL) is None:  # One machine was adopted; the others may not belong to the fleet.
         others = {node.name for node in provider.nodes(zone) if not owns(fleet, node)}.intersection(found.nodes)
         if others:
             raise CloudError(
-                f"queued resource {name} in {zone} is not deleted",
+                f"queued resource {queued} in {zone} is not deleted",
                 expected=f"only machines of fleet {fleet}",
                 found=f"also {', '.join(sorted(others))}",
-                fix=f"delete it by hand: gcloud compute tpus queued-resources delete {name} --zone {zone} --force",
+                fix=f"delete it by hand: gcloud compute tpus queued-resources delete {queued} --zone {zone} --force",
             )
-    return provider.delete_queued(zone, name, force=True)
+    return provider.delete_queued(zone, queued)
 
 
-def list_nodes(provider: Provider, zones: Sequence[str]) -> list[Node]:
-    """Return the nodes of these zones, requested in parallel. The first error is raised."""
-    with ThreadPoolExecutor(max(1, len(zones))) as pool:
-        return [node for nodes in pool.map(provider.nodes, zones) for node in nodes]
-
-
-def list_waiting(provider: Provider, zones: Sequence[str], nodes: Sequence[Node]) -> list[QueuedResource]:
-    """Return the queued resources of these zones that have none of these nodes."""
-    there = {(node.zone, node.queued) for node in nodes} | {(node.zone, node.name) for node in nodes}
-    with ThreadPoolExecutor(max(1, len(zones))) as pool:
-        found = [each for queued in pool.map(provider.queued, zones) for each in queued]
-    return [each for each in found if not {(each.zone, name) for name in (each.name, *each.nodes)} & there]
-
-
-def by_zone(
-    zones: Iterable[str], work: Callable[[str], list[NodeResult]], report: ReportResult = lambda _: None
-) -> list[NodeResult]:
-    """Run ``work`` for each zone in its own thread. An error of one zone becomes a failed result."""
-
-    def guarded(zone: str) -> list[NodeResult]:
-        try:
-            return work(zone)
-        except (CloudError, UserError) as error:
-            failed = NodeResult("(all)", zone, "failed", error.line())
-            report(failed)
-            return [failed]
-
-    chosen = list(dict.fromkeys(zones))
+def from_zones(ask: Callable[[str], list[T]], zones: Sequence[str]) -> list[T]:
+    """Return what ``ask`` returns for these zones, which are asked in parallel. The first error is raised."""
     _stop.clear()
-    with ThreadPoolExecutor(max(1, len(chosen))) as pool:
-        waiting = [pool.submit(guarded, zone) for zone in chosen]
+    with ThreadPoolExecutor(max(1, len(zones))) as pool:
         try:
-            return [result for each in waiting for result in each.result()]
+            return [each for found in pool.map(ask, zones) for each in found]
         except KeyboardInterrupt:
             _stop.set()
             raise
 
 
-def settle(provider: Provider, operation: Operation, every: float | None = None) -> Operation:
+def list_nodes(provider: CloudTpu, zones: Sequence[str]) -> list[Node]:
+    return from_zones(provider.nodes, zones)
+
+
+def without_nodes(queued: Iterable[QueuedResource], nodes: Iterable[Node]) -> list[QueuedResource]:
+    """Return the queued resources that have none of these nodes: they wait, or they are dead and hold quota."""
+    named = {(node.zone, node.queued) for node in nodes}
+    return [each for each in queued if (each.zone, each.name) not in named]
+
+
+def by_zone(
+    zones: Iterable[str],
+    work: Callable[[str], list[NodeResult]],
+    report: Callable[[NodeResult], None] = lambda _: None,
+) -> list[NodeResult]:
+    """Run ``work`` for each zone in its own thread. An error of one zone becomes a failed result."""
+
+    def guarded(zone: str) -> list[NodeResult]:
+        try:
+            results = work(zone)
+        except (CloudError, UserError) as error:
+            results = [NodeResult("(all)", zone, "failed", error.line())]
+        for result in results:
+            report(result)
+        return results
+
+    return from_zones(guarded, list(dict.fromkeys(zones)))
+
+
+def settle(provider: CloudTpu, operation: Operation) -> Operation:
     while not operation.done:
-        pause(every)
+        _pause()
         operation = provider.operation(operation.zone, operation.name)
     return operation
 
 
-def pause(every: float | None) -> None:
+def _pause() -> None:
     """Wait between two requests. Ctrl+C in another thread ends the wait."""
-    if _stop.wait(EVERY if every is None else every):
+    if _stop.wait(EVERY):
         raise Interrupted(
             "stopped waiting", fix="the cloud continues with these requests; check them with spile tpu status"
         )
 
 
 def create(
-    provider: Provider,
+    provider: CloudTpu,
     fleet: FleetSpec,
     metadata: Metadata,
     *,
     adopt_names: Collection[str] = (),
     wait: bool = True,
-    report: ReportResult = lambda _: None,
-    every: float | None = None,
+    report: Callable[[NodeResult], None] = lambda _: None,
 ) -> list[NodeResult]:
+    """Create the machines of the fleet that do not exist. After a quota error no more are requested in that zone."""
+
     def zone_work(zone: str) -> list[NodeResult]:
         existing = {node.name: node for node in provider.nodes(zone)}
-        waiting: list[tuple[Worker, Operation | None]] = []
+        asked: list[tuple[str, Operation | None]] = []
         results: list[NodeResult] = []
         full = ""
         for worker in (worker for worker in fleet.workers if worker.zone == zone):
-            node = existing.get(worker.name)
-            if node is not None:
-                results.append(_existing(provider, fleet, worker, node, adopt_names))
+            if worker.name in existing:
+                results.append(_existing(provider, fleet, worker, existing[worker.name], adopt_names))
             elif full:
                 results.append(NodeResult(worker.name, zone, "skipped", full))
             else:
-                asked = _ask(provider, fleet, worker, metadata)
-                if isinstance(asked, Quota):
-                    full = asked.line()
-                if isinstance(asked, SpileError):
-                    results.append(NodeResult(worker.name, zone, "failed", asked.line()))
-                else:
-                    waiting.append((worker, asked))
-        for result in results:
-            report(result)
-        for worker, operation in waiting:
-            result = NodeResult(worker.name, zone, "asked for")
+                try:
+                    asked.append((worker.name, _ask(provider, fleet, worker, metadata)))
+                except (CloudError, UserError) as error:
+                    results.append(NodeResult(worker.name, zone, "failed", error.line()))
+                    full = error.line() if isinstance(error, Quota) else ""
+        for name, operation in asked:
             if wait and operation is not None:
-                result = _awaited(provider, fleet, worker, operation, every)
-            report(result)
-            results.append(result)
+                results.append(_created(provider, fleet.name, zone, name, operation))
+            else:
+                results.append(NodeResult(name, zone, "asked for"))
         return results
 
     return by_zone([worker.zone for worker in fleet.workers], zone_work, report)
 
 
 def _existing(
-    provider: Provider, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]
+    provider: CloudTpu, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]
 ) -> NodeResult:
     if owns(fleet.name, node):
         if node.state.life is Life.DEAD:
@@ -199,51 +205,40 @@ def _existing(
     return NodeResult(worker.name, node.zone, "failed", taken.line())
 
 
-def _ask(
-    provider: Provider, fleet: FleetSpec, worker: Worker, metadata: Metadata
-) -> Operation | CloudError | UserError | None:
+def _ask(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadata) -> Operation | None:
     """Request a machine. Return None if the answer was lost and the machine exists."""
-    request = request_for(fleet, worker.id, metadata(worker.id))
     try:
-        if fleet.queued:
-            queued = QueuedRequest(request, best_effort=fleet.best_effort)
-            return provider.create_queued(worker.zone, worker.name, queued)
-        return provider.create_node(worker.zone, worker.name, request)
-    except (LostReply, Unavailable) as error:
-        try:
-            node = provider.node(worker.zone, worker.name)
-        except CloudError:
-            return error
-        return None if owns(fleet.name, node) else error
-    except (CloudError, UserError) as error:
-        return error
+        return request_machine(provider, fleet, worker.id, worker.zone, worker.name, metadata)
+    except (LostReply, Unavailable):
+        with suppress(CloudError, UserError):
+            if owns(fleet.name, provider.node(worker.zone, worker.name)):
+                return None
+        raise
 
 
-def _awaited(
-    provider: Provider, fleet: FleetSpec, worker: Worker, operation: Operation, every: float | None
-) -> NodeResult:
+def _created(provider: CloudTpu, fleet: str, zone: str, name: str, operation: Operation) -> NodeResult:
+    """Wait for a machine; delete what a failed request leaves, because it holds quota."""
     try:
-        operation = settle(provider, operation, every=every)
-    except (CloudError, UserError) as error:
-        detail = f"its state is unknown; check it with spile tpu status: {error.line()}"
-        return NodeResult(worker.name, worker.zone, "asked for", detail)
-    if operation.error is None:
-        return NodeResult(worker.name, worker.zone, "created")
-    detail = operation.error.line()
+        error = settle(provider, operation).error
+    except (CloudError, UserError) as unknown:
+        detail = f"its state is unknown; check it with spile tpu status: {unknown.line()}"
+        return NodeResult(name, zone, "asked for", detail)
+    if error is None:
+        return NodeResult(name, zone, "created")
+    left = ""
     try:
-        # The remains of a failed request hold quota.
-        node = provider.node(worker.zone, worker.name)
-        if owns(fleet.name, node) and node.state.life is not Life.LEAVING:
-            provider.delete_node(worker.zone, worker.name)
-            detail += " (what it left is being deleted)"
+        node = provider.node(zone, name)
+        if owns(fleet, node) and node.state.life is not Life.LEAVING:
+            provider.delete_node(zone, name)
+            left = " (what it left is being deleted)"
     except Missing:
-        detail += " (it left nothing behind)"
+        left = " (it left nothing behind)"
     except (CloudError, UserError):
-        detail += " (it may have left something behind; check with spile tpu status)"
-    return NodeResult(worker.name, worker.zone, "failed", detail)
+        left = " (it may have left something behind; check with spile tpu status)"
+    return NodeResult(name, zone, "failed", error.line() + left)
 
 
-def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> NodeResult:
+def _label(provider: CloudTpu, fleet: str, node: Node, worker: int | None) -> NodeResult:
     labels = {**node.labels, FLEET_LABEL: fleet}
     if worker is not None:
         labels[WORKER_LABEL] = str(worker)
@@ -251,36 +246,38 @@ def _label(provider: Provider, fleet: str, node: Node, worker: int | None) -> No
     return NodeResult(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
 
 
-def named_workers(provider: Provider, zones: Sequence[str], names: Sequence[str]) -> tuple[Worker, ...]:
-    """Return a worker for each of these existing machines, in the given order."""
-    nodes = {node.name: node for node in list_nodes(provider, zones)}
-    missing = [name for name in names if name not in nodes]
+def _named_nodes(provider: CloudTpu, zones: Sequence[str], names: Collection[str]) -> dict[str, Node]:
+    nodes = {node.name: node for node in list_nodes(provider, zones) if node.name in names}
+    missing = sorted(set(names) - set(nodes))
     if missing:
         raise UserError(f"no machine {', '.join(missing)} in {', '.join(zones)}", fix="check --zones")
+    return nodes
+
+
+def named_workers(provider: CloudTpu, zones: Sequence[str], names: Sequence[str]) -> tuple[Worker, ...]:
+    """Return a worker for each of these existing machines, in the given order."""
+    nodes = _named_nodes(provider, zones, names)
     return tuple(Worker(number, name, nodes[name].zone) for number, name in enumerate(dict.fromkeys(names)))
 
 
-def adopt(provider: Provider, fleet: FleetSpec, names: Collection[str]) -> list[NodeResult]:
+def adopt(provider: CloudTpu, fleet: FleetSpec, names: Collection[str]) -> list[NodeResult]:
     """Label existing machines as the fleet's. A machine with a worker's name becomes that worker's machine."""
     workers = {(worker.zone, worker.name): worker.id for worker in fleet.workers}
-    nodes = [node for node in list_nodes(provider, fleet.zones) if node.name in names]
-    missing = set(names) - {node.name for node in nodes}
-    if missing:
-        raise UserError(f"no machine {', '.join(sorted(missing))} in {', '.join(fleet.zones)}", fix="check --zones")
-    other = [node for node in nodes if node.labels.get(FLEET_LABEL, fleet.name) != fleet.name]
-    if other:
-        found = f"fleet {other[0].labels[FLEET_LABEL]}"
-        raise UserError(f"{other[0].name} belongs to another fleet", found=found, fix="delete it there first")
+    nodes = _named_nodes(provider, fleet.zones, names).values()
+    for node in nodes:
+        owner = node.labels.get(FLEET_LABEL, fleet.name)
+        if owner != fleet.name:
+            raise UserError(
+                f"{node.name} belongs to another fleet", found=f"fleet {owner}", fix="delete it there first"
+            )
     return [_label(provider, fleet.name, node, workers.get((node.zone, node.name))) for node in nodes]
 
 
-def delete(
-    provider: Provider, nodes: Sequence[Node], fleet: str, *, wait: bool = True, every: float | None = None
-) -> list[NodeResult]:
+def delete(provider: CloudTpu, nodes: Sequence[Node], fleet: str, *, wait: bool = True) -> list[NodeResult]:
     """Delete machines of the fleet. Machines without the fleet's label are refused."""
 
     def zone_work(zone: str) -> list[NodeResult]:
-        asked: list[tuple[Node, Operation | None]] = []
+        asked: list[tuple[Node, Operation]] = []
         queued: dict[str | None, Operation] = {}
         results: list[NodeResult] = []
         for node in (node for node in nodes if node.zone == zone):
@@ -288,109 +285,85 @@ def delete(
                 results.append(NodeResult(node.name, zone, "skipped", f"it is not of fleet {fleet}"))
                 continue
             try:
-                operation = queued.get(node.queued) or _ask_delete(provider, fleet, node)
-                queued |= {} if node.queued is None else {node.queued: operation}
-                asked.append((node, operation))
+                if node.queued is None or node.queued not in queued:
+                    operation = delete_machine(provider, fleet, zone, node.name, node.queued)
+                    queued[node.queued] = operation
+                asked.append((node, queued[node.queued]))
             except Missing:
-                asked.append((node, None))
+                results.append(NodeResult(node.name, zone, "deleted"))
             except (CloudError, UserError) as error:
                 results.append(NodeResult(node.name, zone, "failed", error.line()))
-        return [*results, *(_deleted(provider, node, operation, wait, every) for node, operation in asked)]
+        return [*results, *(_deleted(provider, node, operation, wait) for node, operation in asked)]
 
     return by_zone([node.zone for node in nodes], zone_work)
 
 
-def _deleted(
-    provider: Provider, node: Node, operation: Operation | None, wait: bool, every: float | None
-) -> NodeResult:
-    if operation is None:
-        return NodeResult(node.name, node.zone, "deleted")
+def _deleted(provider: CloudTpu, node: Node, operation: Operation, wait: bool) -> NodeResult:
     if not wait:
         return NodeResult(node.name, node.zone, "deleting")
     try:
-        failed = settle(provider, operation, every=every).error
-    except (CloudError, UserError) as error:
-        detail = f"requested, but its state is unknown; check it with spile tpu status: {error.line()}"
+        error = settle(provider, operation).error
+    except (CloudError, UserError) as unknown:
+        detail = f"requested, but its state is unknown; check it with spile tpu status: {unknown.line()}"
         return NodeResult(node.name, node.zone, "failed", detail)
-    return (
-        NodeResult(node.name, node.zone, "failed", failed.line())
-        if failed
-        else NodeResult(node.name, node.zone, "deleted")
-    )
+    return NodeResult(node.name, node.zone, "failed" if error else "deleted", error.line() if error else "")
 
 
-def _ask_delete(provider: Provider, fleet: str, node: Node) -> Operation:
-    if node.queued is not None:
-        return delete_queued_of(provider, fleet, node.zone, node.queued)
-    return provider.delete_node(node.zone, node.name)
-
-
-def recreate(provider: Provider, nodes: Sequence[Node], fleet: FleetSpec) -> list[NodeResult]:
+def recreate(provider: CloudTpu, nodes: Sequence[Node], fleet: str) -> list[NodeResult]:
     """Delete the dead machines of a fleet and create each again with its type, labels and startup script."""
-    dead = [node for node in nodes if owns(fleet.name, node) and node.state.life is Life.DEAD]
+    dead = {(node.zone, node.name): node for node in nodes if owns(fleet, node) and node.state.life is Life.DEAD}
     queued = {
         (zone, each.name): each
-        for zone in sorted({node.zone for node in dead if node.queued is not None})
+        for zone in sorted({node.zone for node in dead.values() if node.queued is not None})
         for each in provider.queued(zone)
     }
-    gone = delete(provider, dead, fleet.name)
-    by_place = {(node.zone, node.name): node for node in dead}
-    results = [result for result in gone if result.bad]
+    deleted = delete(provider, list(dead.values()), fleet)
 
     def zone_work(zone: str) -> list[NodeResult]:
-        done: list[NodeResult] = []
-        for result in (result for result in gone if result.zone == zone and not result.bad):
-            node = by_place[zone, result.name]
+        results: list[NodeResult] = []
+        for name in (result.name for result in deleted if result.zone == zone and not result.bad):
+            node = dead[zone, name]
             resource = queued.pop((zone, node.queued or ""), None)
             if node.queued is not None and resource is None:
-                done.append(NodeResult(node.name, zone, "asked for", f"with queued resource {node.queued}"))
+                results.append(NodeResult(name, zone, "asked for", f"with queued resource {node.queued}"))
                 continue
-            request = node.request or fleet.machine
-            worker = Worker(0, node.name, zone)
-            one = replace(fleet, machine=replace(request, labels={}, metadata={}))
             try:
-                operation = _ask_again(provider, node, request, resource)
-                done.append(_awaited(provider, one, worker, operation, None))
+                operation = _request_again(provider, node, resource)
+                results.append(_created(provider, fleet, zone, name, operation))
             except (CloudError, UserError) as error:
-                done.append(NodeResult(node.name, zone, "failed", error.line()))
-        return done
+                results.append(NodeResult(name, zone, "failed", error.line()))
+        return results
 
-    return [*results, *by_zone([result.zone for result in gone if not result.bad], zone_work)]
+    failed = [result for result in deleted if result.bad]
+    return [*failed, *by_zone([result.zone for result in deleted if not result.bad], zone_work)]
 
 
-def _ask_again(provider: Provider, node: Node, request: NodeRequest, queued: QueuedResource | None) -> Operation:
+def _request_again(provider: CloudTpu, node: Node, queued: QueuedResource | None) -> Operation:
     """Request the same machine again, or the whole queued resource that it was part of."""
     if queued is None:
-        return provider.create_node(node.zone, node.name, request)
-    whole = QueuedRequest(
-        request, node_count=len(queued.nodes) or 1, node_prefix=queued.prefix, best_effort=queued.best_effort
-    )
-    return provider.create_queued(node.zone, queued.name, whole)
+        return provider.create_node(node.zone, node.name, node.request)
+    count, prefix = len(queued.nodes) or 1, queued.prefix
+    request = QueuedRequest(node.request, node_count=count, node_prefix=prefix, best_effort=queued.best_effort)
+    return provider.create_queued(node.zone, queued.name, request)
 
 
-def queue(
-    provider: Provider, fleet: FleetSpec, prefix: str, count: int, *, name: str | None = None
-) -> list[NodeResult]:
+def queue(provider: CloudTpu, fleet: FleetSpec, prefix: str, count: int, name: str) -> list[NodeResult]:
     """Request one queued resource per zone with ``count`` nodes that act together (multislice)."""
-    request = QueuedRequest(
-        replace(
-            fleet.machine,
-            labels={**fleet.machine.labels, **fleet.labels},
-            metadata={**fleet.machine.metadata, **slice_secret()},  # All nodes share one secret, as one worker.
-        ),
-        node_count=count,
-        node_prefix=prefix,
-        best_effort=fleet.best_effort,
+    node = replace(
+        fleet.machine,
+        labels={**fleet.machine.labels, **fleet.labels},
+        metadata={**fleet.machine.metadata, **slice_secret()},  # All nodes share one secret, as one worker.
     )
+    request = QueuedRequest(node, node_count=count, node_prefix=prefix, best_effort=fleet.best_effort)
 
     def zone_work(zone: str) -> list[NodeResult]:
-        provider.create_queued(zone, name or prefix, request)
-        return [NodeResult(name or prefix, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+        provider.create_queued(zone, name, request)
+        return [NodeResult(name, zone, "asked for", f"{count} nodes {prefix}-0 …")]
 
     return by_zone(fleet.zones, zone_work)
 
 
-def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | None = None) -> QueuedResource:
+def wait_for_queued(provider: CloudTpu, zone: str, name: str) -> QueuedResource:
     """Wait until a queued resource is ACTIVE. One that failed or was suspended raises an error."""
     while True:
         found = next((each for each in provider.queued(zone) if each.name == name), None)
@@ -401,10 +374,10 @@ def wait_for_queued(provider: Provider, zone: str, name: str, *, every: float | 
         if found.state in (QueuedState.FAILED, QueuedState.SUSPENDED, QueuedState.SUSPENDING):
             detail = found.detail or found.state.meaning
             raise CloudError(f"queued resource {name} in {zone} is {found.state.value}", found=detail)
-        pause(every)
+        _pause()
 
 
-def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
+def unqueue(provider: CloudTpu, zones: Sequence[str], name: str, fleet: str, *, wait: bool = True) -> list[NodeResult]:
     """Delete a queued resource of the fleet and its nodes, in each of these zones."""
 
     def zone_work(zone: str) -> list[NodeResult]:
@@ -413,7 +386,7 @@ def unqueue(provider: Provider, zones: Sequence[str], name: str, fleet: str, *, 
             return []
         if found[0].labels.get(FLEET_LABEL) != fleet:
             return [NodeResult(name, zone, "skipped", f"it is not of fleet {fleet}")]
-        operation = provider.delete_queued(zone, name, force=True)
+        operation = provider.delete_queued(zone, name)
         if wait:
             settle(provider, operation)
         return [NodeResult(name, zone, "deleted" if wait else "deleting")]

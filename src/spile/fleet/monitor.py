@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import requests
+
 from spile.errors import CloudError, SpecError, SpileError, UserError
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import (
     FleetHome,
     Holder,
@@ -23,30 +25,19 @@ from spile.fleet.home import (
     check_pinned,
     machine_metadata,
 )
-from spile.fleet.manage import Metadata, delete_queued_of, request_for
-from spile.fleet.provider import (
-    Life,
-    Missing,
-    Node,
-    NodeState,
-    Operation,
-    Provider,
-    QueuedRequest,
-    QueuedResource,
-    Quota,
-)
+from spile.fleet.manage import Metadata, delete_machine, request_machine, without_nodes
+from spile.fleet.provider import Life, Missing, Node, NodeState, Operation, QueuedResource, Quota
 from spile.fleet.reconcile import (
     Action,
-    ActionOutcome,
-    FleetCase,
     WorkerCase,
     begin,
     decide,
-    health_of,
     intend,
     past_of,
+    reason_to_replace,
     record,
     update_history,
+    worker_cases,
 )
 from spile.fleet.spec import FleetSpec, History, Observed, Pulse, Worker, WorkerHistory, owns, spec_zones
 from spile.objects import open_folder
@@ -65,22 +56,19 @@ class Round:
 
     observed: Observed
     history: History
-    done: tuple[tuple[Action, ActionOutcome], ...] = ()
-    problems: tuple[SpileError, ...] = ()
-    """An error for each zone that did not answer."""
+    done: tuple[tuple[Action, Operation], ...] = ()
 
 
 def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
     return list(pool.map(function, items) if pool is not None else map(function, items))
 
 
-def _zone_nodes(fleet: FleetSpec, provider: Provider, zone: str) -> list[Node]:
+def _zone_nodes(fleet: FleetSpec, provider: CloudTpu, zone: str) -> list[Node]:
+    """Return the nodes of a zone; a queued resource without a node is shown as one."""
     nodes = provider.nodes(zone)
     if not fleet.queued:
         return nodes
-    # A queued resource without a node is shown as a node: it waits, or it is dead and holds quota.
-    named = {node.queued for node in nodes}
-    return [*nodes, *(_node_of(each) for each in provider.queued(zone) if each.name not in named)]
+    return [*nodes, *(_node_of(each) for each in without_nodes(provider.queued(zone), nodes))]
 
 
 def _node_of(queued: QueuedResource) -> Node:
@@ -98,18 +86,18 @@ def _node_of(queued: QueuedResource) -> Node:
 
 def look(
     fleet: FleetSpec,
-    provider: Provider,
+    provider: CloudTpu,
     history: History,
     pulses: Mapping[int, Pulse],
     pool: Executor | None = None,
-) -> tuple[Observed, tuple[SpileError, ...]]:
+) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
 
-    def listed(zone: str) -> tuple[str, list[Node] | SpileError]:
+    def listed(zone: str) -> list[Node] | SpileError:
         try:
-            return zone, _zone_nodes(fleet, provider, zone)
+            return _zone_nodes(fleet, provider, zone)
         except (CloudError, UserError) as error:
-            return zone, error
+            return error
 
     def asked(place: tuple[str, str]) -> Operation | None:
         try:
@@ -117,78 +105,66 @@ def look(
         except (CloudError, UserError):  # The next listing shows the result.
             return None
 
-    zones = _each(pool, listed, spec_zones(fleet))
+    zones = spec_zones(fleet)
+    found = dict(zip(zones, _each(pool, listed, zones), strict=True))
     waiting = [past.pending for past in history.workers.values() if past.pending is not None]
     places = [(each.zone, each.operation) for each in waiting if each.operation]
-    operations = [each for each in _each(pool, asked, places) if each is not None]
-    errors = [found for _, found in zones if isinstance(found, SpileError)]
-    observed = Observed(
+    return Observed(
         fleet=fleet.name,
-        nodes=tuple(node for _, found in zones if isinstance(found, list) for node in found),
-        unanswered=frozenset(zone for zone, found in zones if isinstance(found, SpileError)),
-        operations={each.name: each for each in operations},
+        nodes=tuple(node for nodes in found.values() if isinstance(nodes, list) for node in nodes),
+        unanswered={zone: error for zone, error in found.items() if isinstance(error, SpileError)},
+        operations={each.name: each for each in _each(pool, asked, places) if each is not None},
         pulses=pulses,
     )
-    return observed, tuple(errors)
 
 
 def act(
     fleet: FleetSpec,
-    provider: Provider,
+    provider: CloudTpu,
     actions: Iterable[Action],
     metadata: Metadata,
     held: Callable[[], bool],
     pool: Executor | None = None,
-) -> list[tuple[Action, ActionOutcome]]:
+) -> tuple[tuple[Action, Operation], ...]:
     """Carry out actions, zones in parallel. After a quota error no more machines are requested in that zone."""
     zones: dict[str, list[Action]] = {}
     for action in actions:
         zones.setdefault(action.zone, []).append(action)
 
-    def one_zone(mine: list[Action]) -> list[tuple[Action, ActionOutcome]]:
-        done: list[tuple[Action, ActionOutcome]] = []
+    def one_zone(mine: list[Action]) -> list[tuple[Action, Operation]]:
+        done: list[tuple[Action, Operation]] = []
         full = False
         for action in mine:
             if not held():
                 break
             if full and action.verb == "create":
                 continue
-            outcome = _perform(fleet, provider, action, metadata)
-            full = full or isinstance(outcome.error, Quota)
-            done.append((action, outcome))
+            operation = _perform(fleet, provider, action, metadata)
+            full = full or isinstance(operation.error, Quota)
+            done.append((action, operation))
         return done
 
-    return [pair for done in _each(pool, one_zone, zones.values()) for pair in done]
+    return tuple(pair for done in _each(pool, one_zone, zones.values()) for pair in done)
 
 
-def _perform(fleet: FleetSpec, provider: Provider, action: Action, metadata: Metadata) -> ActionOutcome:
+def _perform(fleet: FleetSpec, provider: CloudTpu, action: Action, metadata: Metadata) -> Operation:
+    zone, name = action.zone, action.name
     try:
         if action.verb == "create":
-            request = request_for(fleet, action.worker, metadata(action.worker))
-            if fleet.queued:
-                queued = QueuedRequest(request, best_effort=fleet.best_effort)
-                return ActionOutcome(provider.create_queued(action.zone, action.name, queued))
-            return ActionOutcome(provider.create_node(action.zone, action.name, request))
+            return request_machine(provider, fleet, action.worker, zone, name, metadata)
         if action.verb == "delete":
-            return ActionOutcome(_delete(fleet, provider, action))
-        return ActionOutcome()
+            node = provider.node(zone, name) if action.queued is None else None
+            if node is not None and (node.uid != action.uid or not owns(fleet.name, node)):
+                raise Missing(f"{name} in {zone} was replaced by a new machine")
+            return delete_machine(provider, fleet.name, zone, name, action.queued)
+        return Operation()
     except (CloudError, UserError) as error:
-        return ActionOutcome(error=error)
-
-
-def _delete(fleet: FleetSpec, provider: Provider, action: Action) -> Operation:
-    """Delete exactly the machine that was chosen, not one that has replaced it."""
-    if action.queued is not None:
-        return delete_queued_of(provider, fleet.name, action.zone, action.queued)
-    node = provider.node(action.zone, action.name)
-    if node.uid != action.uid or not owns(fleet.name, node):
-        raise Missing(f"{action.name} in {action.zone} was replaced by a new machine")
-    return provider.delete_node(action.zone, action.name)
+        return Operation(error=error)
 
 
 def tick(
     fleet: FleetSpec,
-    provider: Provider,
+    provider: CloudTpu,
     history: History,
     pulses: Mapping[int, Pulse],
     *,
@@ -203,18 +179,18 @@ def tick(
 
     Requests are stored in the history before they are sent. If ``making`` is False, no machine is created.
     """
-    observed, problems = look(fleet, provider, history, pulses, pool)
-    history = update_history(FleetCase(fleet, observed, history, clock()))
+    observed = look(fleet, provider, history, pulses, pool)
+    history = update_history(fleet, observed, history, clock())
     if not held():
-        return Round(observed, history, (), problems)
-    actions = [each for each in decide(FleetCase(fleet, observed, history, clock())) if making or each.verb != "create"]
+        return Round(observed, history)
+    actions = [each for each in decide(fleet, observed, history, clock()) if making or each.verb != "create"]
     if any(action.verb == "create" for action in actions):
         save(intend(fleet, history, actions, clock()))
     done = act(fleet, provider, actions, metadata, held, pool)
     history = record(fleet, history, done, clock())
     if held():
         save(history)
-    return Round(observed, history, tuple(done), problems)
+    return Round(observed, history, done)
 
 
 def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[str, StreamView]:
@@ -404,31 +380,40 @@ class FleetMonitor:
     def __init__(
         self,
         home: FleetHome,
-        provider: Provider,
+        provider: CloudTpu,
         *,
         clock: Callable[[], float] | None = None,
         pool: Executor | None = None,
-        adjust: Callable[[FleetSpec], FleetSpec] = lambda fleet: fleet,
+        policy: Mapping[str, Any] | None = None,
         watch_only: bool = False,
         makes: bool = True,
         owner: str | None = None,
     ) -> None:
-        """Open the fleet. If ``makes`` is False no machine is created, so the deployment need not be known."""
-        self._home, self._provider, self._pool = home, provider, pool
+        """Open the fleet.
+
+        Args:
+            home: The fleet's folder in the bucket.
+            provider: The cloud.
+            clock: The time in seconds. [default: that of the bucket]
+            pool: Threads for requests to several zones.
+            policy: Fields of the fleet's policy that this monitor changes.
+            watch_only: Take no lease and change nothing.
+            makes: If False, no machine is created, so the deployment need not be known outside of the bucket.
+            owner: The name of this monitor for others. [default: user, host and process]
+        """
+        self._home, self._provider, self._pool, self._policy = home, provider, pool, policy or {}
         self._clock = clock or (time.time if watch_only else bucket_clock(home.folder))
-        self._adjust, self._watch_only, self._makes = adjust, watch_only, makes and not watch_only
-        self._deployed, self._pin = home.read_pinned()
-        self._foreign = check_pinned(provider, home.folder.url, self._deployed, self._pin) if self._makes else None
-        if self._foreign is not None:
-            raise self._foreign
-        self.fleet = self._adjust(home.ordered(self._deployed))
+        self._watch_only, self._makes = watch_only, makes and not watch_only
+        self._deployed: FleetSpec
+        self._pin = ""
+        self._foreign: UserError | None = None
+        self.fleet = self._read_fleet()
         ttl = 4 * self.fleet.policy.interval + 30.0
         self.lease = Lease(home.folder, clock=self._clock, ttl=ttl, owner=owner)
         self._history = home.read_history()
         self._number = 0
-        self._reader: SnapshotReader | None = None
-        self._claims: ClaimReader | None = None
         self._root = ""
+        self._readers: tuple[SnapshotReader, ClaimReader]
 
     def step(self) -> FleetStatus:
         self.fleet = self._read_fleet()
@@ -438,10 +423,10 @@ class FleetMonitor:
             # This monitor is new, or another one acts: the stored history counts.
             self._history = self._home.read_history()
         self._number = number
-        if self._reader is None or self._claims is None or self._root != self.fleet.root:
+        if self._root != self.fleet.root:
             folder, self._root = open_folder(self.fleet.root), self.fleet.root
-            self._reader, self._claims = SnapshotReader(folder, self._clock), ClaimReader(folder)
-        snapshot, owners = self._reader.take(), self._claims.owners()
+            self._readers = SnapshotReader(folder, self._clock), ClaimReader(folder)
+        snapshot, owners = self._readers[0].take(), self._readers[1].owners()
         pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot, owners)
         done = tick(
             self.fleet,
@@ -450,7 +435,7 @@ class FleetMonitor:
             pulses,
             clock=self._clock,
             held=self.lease.held,
-            metadata=self._metadata,
+            metadata=partial(machine_metadata, self._home.folder.url, self._pin),
             save=lambda history: self._home.write_history(history, number),
             making=self._makes and self._foreign is None,
             pool=self._pool,
@@ -460,7 +445,7 @@ class FleetMonitor:
         if number and self.fleet.notify:
             news = list(events_between(self.fleet, begin(self.fleet, before), done.history))
             lines += send(self.fleet, news, self._clock())
-        return self._status(done, snapshot, views_by_worker(snapshot, owners), tuple(lines), holder)
+        return self._status(done, snapshot, owners, tuple(lines), holder)
 
     def _read_fleet(self) -> FleetSpec:
         """Return the specification of the fleet; new machines get the sha256 of its bytes.
@@ -469,65 +454,45 @@ class FleetMonitor:
         machine is created.
         """
         fleet, pin = self._home.read_pinned()
-        if pin != self._pin or self._foreign is not None:
-            url = self._home.folder.url
-            self._foreign = check_pinned(self._provider, url, fleet, pin) if self._makes else None
-            if self._foreign is None:
-                self._deployed, self._pin = fleet, pin
-        return self._adjust(self._home.ordered(self._deployed))
-
-    def _metadata(self, worker: int) -> dict[str, str]:
-        name = next(each.name for each in self.fleet.workers if each.id == worker)
-        return machine_metadata(self._home.folder.url, name, self._pin)
+        self._foreign = None
+        if pin != self._pin and self._makes:
+            self._foreign = check_pinned(self._provider, self._home.folder.url, fleet, pin)
+        if self._foreign is None:
+            self._deployed, self._pin = fleet, pin
+        elif not self._pin:
+            raise self._foreign
+        ordered = self._home.ordered(self._deployed)
+        return replace(ordered, policy=replace(ordered.policy, **self._policy))
 
     def _status(
         self,
         done: Round,
         snapshot: Snapshot,
-        views: Mapping[str, StreamView],
+        owners: Mapping[int, Holding],
         lines: tuple[str, ...],
         holder: Holder | None,
     ) -> FleetStatus:
         own, now = done.observed.own, self._clock()
-        workers: list[WorkerStatus] = []
-        shown: set[str] = set()
-        idle: set[str] = set()
-        for worker in self.fleet.workers:
-            past = past_of(done.history, worker)
-            nodes = own.get(worker.id, [])
-            node = min(nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
-            case = WorkerCase(self.fleet, worker, past, now, done.observed, done.history)
-            fine, sick = past.finished, node is None or node.state.life is Life.LEAVING
-            if node is not None and not sick:
-                health = health_of(case, node)
-                heard = node.state.life is Life.ALIVE and case.beat(node) is not None
-                crashing = bool(case.pulse.crash_loop)
-                fine, sick = fine or (health.fine and heard and not crashing), not health.fine or crashing
-            view = views.get(worker.name)
-            if node is None or node.state.life is not Life.ALIVE:
-                # The last rate of a deleted machine does not count towards the rate of the fleet.
-                idle.add(worker.name)
-                view = None if view is None else replace(view, tokens_per_second=0.0, seconds_left=None)
-            zone = node.zone if node is not None else past.zone
-            note = _note(case, node, shown)
-            workers.append(WorkerStatus(worker, zone, _state(case, node), view, past, fine, sick, note))
-        gone = {view.number for name, view in views.items() if name in idle}
+        cases = list(worker_cases(self.fleet, done.observed, done.history, now))
+        # The last rate of a deleted machine does not count towards the rate of the fleet.
+        idle = {case.worker.name for case in cases if not any(node.state.life is Life.ALIVE for node in case.nodes)}
+        streams = tuple(
+            replace(each, tokens_per_second=0.0, seconds_left=None)
+            if each.number in owners and owners[each.number].worker in idle and each.state is not State.DONE
+            else each
+            for each in snapshot.streams
+        )
+        snapshot = replace(snapshot, streams=streams)
+        views, shown = views_by_worker(snapshot, owners), set[str]()
+        problems = (self._foreign, *done.observed.unanswered.values())
         return FleetStatus(
             fleet=self.fleet,
-            snapshot=replace(
-                snapshot,
-                streams=tuple(
-                    replace(each, tokens_per_second=0.0, seconds_left=None)
-                    if each.number in gone and each.state is not State.DONE
-                    else each
-                    for each in snapshot.streams
-                ),
-            ),
+            snapshot=snapshot,
             history=done.history,
-            workers=tuple(workers),
+            workers=tuple(_worker_status(case, views.get(case.worker.name), shown) for case in cases),
             actions=lines,
-            problems=tuple(problem.line() for problem in (self._foreign, *done.problems) if problem is not None),
-            refusal=_refusal(done),
+            problems=tuple(problem.line() for problem in problems if problem is not None),
+            refusal=_refusal(done.observed),
             holder=holder,
             machines=sum(len(nodes) for nodes in own.values()),
             taken=now,
@@ -538,23 +503,28 @@ class FleetMonitor:
         self.lease.release()
 
 
-def _state(case: WorkerCase, node: Node | None) -> NodeState:
-    """Return the state of the worker's machine; UNKNOWN if its zone did not answer."""
-    if node is not None:
-        return node.state
-    return NodeState.UNKNOWN if case.observed.unanswered.intersection(case.past.used) else NodeState.NOT_FOUND
+def _worker_status(case: WorkerCase, view: StreamView | None, shown: set[str]) -> WorkerStatus:
+    """Return the row of a worker. ``shown`` contains the zones whose quota message an earlier row has."""
+    past, worker = case.past, case.worker
+    note = partial(_note, case, shown=shown)
+    node = min(case.nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
+    if node is None:  # The state is not known if the zone did not answer.
+        state = NodeState.UNKNOWN if case.silent_zones else NodeState.NOT_FOUND
+        return WorkerStatus(worker, past.zone, state, view, past, past.finished, True, note(None))
+    heard = node.state.life is Life.ALIVE and case.beat(node) is not None
+    sick = bool(case.pulse.crash_loop or reason_to_replace(case, node)) or node.state.life is Life.LEAVING
+    healthy = past.finished or (heard and not sick)
+    return WorkerStatus(worker, node.zone, node.state, view, past, healthy, sick, note(node))
 
 
 def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
-    """Return the note of a worker's row. ``shown`` contains the zones whose quota message an earlier row has."""
     past = case.past
     if past.gave_up:
         return past.gave_up
     before = f"the machine before: {past.lost}" if past.lost else ""
     if node is None:
-        silent = sorted(case.observed.unanswered.intersection(past.used))
-        if silent:
-            return f"{silent[0]} does not answer"
+        if case.silent_zones:
+            return f"{min(case.silent_zones)} does not answer"
         block = case.history.blocks.get(past.zone)
         if block is None:
             return past.note or before
@@ -564,16 +534,16 @@ def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
     if node.state.life is Life.ALIVE and case.pulse.crash_loop and not past.finished:
         return case.pulse.crash_loop
     if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:
-        limit = max(case.policy.patience, case.policy.compile_grace)
         since = duration(max(0.0, case.now - node.created))
-        heard = f"booted {since} ago, not heard of yet (replaced after {duration(limit)})"
+        heard = f"booted {since} ago, not heard of yet (replaced after {duration(case.policy.slow_patience)})"
         return "; ".join(part for part in (heard, before) if part)
     return past.note or before
 
 
-def _refusal(done: Round) -> UserError | None:
-    refused = [problem for problem in done.problems if isinstance(problem, UserError)]
-    return refused[0] if refused and len(refused) == len(done.observed.unanswered) and not done.observed.nodes else None
+def _refusal(observed: Observed) -> UserError | None:
+    """Return the error if the cloud refuses every request."""
+    refused = [error for error in observed.unanswered.values() if isinstance(error, UserError)]
+    return refused[0] if refused and len(refused) == len(observed.unanswered) and not observed.nodes else None
 
 
 Kind = Literal["given up", "budget", "stopped", "finished", "silent", "no machine"]
@@ -620,10 +590,9 @@ def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
         whole = {"event": kind, "fleet": fleet.name, "text": line, "output": fleet.root, "time": moment}
         for url in fleet.notify:
             slack = urlsplit(url).hostname == "hooks.slack.com"
-            body = json.dumps({"text": line} if slack else whole).encode()
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")  # noqa: S310
             try:
-                urllib.request.urlopen(request, timeout=_SECONDS).close()  # noqa: S310  (checked at deploy)
+                reply = requests.post(url, json={"text": line} if slack else whole, timeout=_SECONDS)
+                reply.raise_for_status()
             except (OSError, ValueError) as error:
                 troubles.append(f"could not notify {urlsplit(url).hostname}: {error}")
     return troubles

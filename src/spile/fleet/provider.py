@@ -1,4 +1,4 @@
-"""The cloud as the fleet sees it: states, requests, machines, errors and the provider interface.
+"""The cloud as the fleet sees it: states, requests, machines and errors.
 
     (none) ──create──▶ CREATING ──▶ READY ──preempted──▶ PREEMPTED ─┐
       ▲                   │          │ ▲                            │ delete
@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import Protocol, Self
+from typing import Any, Self, cast
 
-from spile.errors import CloudError, UserError
+from spile.errors import CloudError, SpileError, UserError
 
 
 class Life(Enum):
@@ -37,28 +37,29 @@ class Life(Enum):
 
 
 class _ApiState(StrEnum):
-    """A state in the API's spelling, with its meaning."""
+    """A state in the API's spelling, the life or state that it stands for, and its meaning."""
 
+    stands_for: Any
     meaning: str
+
+    def __new__(cls, value: str, stands_for: Any, meaning: str) -> Self:
+        state = str.__new__(cls, value)
+        state._value_, state.stands_for, state.meaning = value, stands_for, meaning
+        return state
 
     @classmethod
     def parse(cls, text: str | None) -> Self:
         """Return the state; an unknown one is ``UNKNOWN``."""
-        found = cls._value2member_map_.get(text or "")
-        return found if isinstance(found, cls) else cls("STATE_UNSPECIFIED")
+        states = {state.value: state for state in cls}
+        return states.get(text or "", states["STATE_UNSPECIFIED"])
 
 
 class NodeState(_ApiState):
     """The state of a TPU VM, with its life and its meaning."""
 
-    life: Life
-
-    def __new__(cls, value: str, life: Life, meaning: str) -> NodeState:
-        state = str.__new__(cls, value)
-        state._value_ = value
-        state.life = life
-        state.meaning = meaning
-        return state
+    @property
+    def life(self) -> Life:
+        return cast("Life", self.stands_for)
 
     UNKNOWN = ("STATE_UNSPECIFIED", Life.COMING, "the API does not say; look again later")
     CREATING = ("CREATING", Life.COMING, "capacity is being found and the VM booted")
@@ -82,14 +83,9 @@ class NodeState(_ApiState):
 class QueuedState(_ApiState):
     """The state of a queued resource, and the state of the machine that it stands for."""
 
-    node: NodeState
-
-    def __new__(cls, value: str, node: NodeState, meaning: str) -> QueuedState:
-        state = str.__new__(cls, value)
-        state._value_ = value
-        state.node = node
-        state.meaning = meaning
-        return state
+    @property
+    def node(self) -> NodeState:
+        return cast("NodeState", self.stands_for)
 
     UNKNOWN = ("STATE_UNSPECIFIED", NodeState.QUEUED, "the API does not say; look again later")
     CREATING = ("CREATING", NodeState.QUEUED, "the request is being registered")
@@ -190,10 +186,9 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     endpoints: tuple[Endpoint, ...] = ()
-    health: str = ""
     queued: str | None = None
     """The queued resource that it belongs to."""
-    request: NodeRequest | None = None
+    request: NodeRequest = field(default_factory=lambda: NodeRequest("", ""))
     """The request that created it, to create it again."""
 
 
@@ -226,51 +221,9 @@ class QueuedResource:
 
 @dataclass(frozen=True)
 class Operation:
-    """A long-running operation."""
+    """A long-running operation, or a request that failed at once."""
 
-    name: str
-    zone: str
-    done: bool
-    error: CloudError | UserError | None = None
-    target: str = ""
-    verb: str = ""
-
-
-class Provider(Protocol):
-    """A cloud. Methods raise the errors above and never retry a request that may have been carried out."""
-
-    def nodes(self, zone: str) -> list[Node]:
-        """Return all nodes of a zone; ``-`` means every zone."""
-
-    def node(self, zone: str, name: str) -> Node:
-        """Return one node, or raise :class:`Missing`."""
-
-    def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
-        """Request a node. A stockout is reported by the operation later."""
-
-    def delete_node(self, zone: str, name: str) -> Operation:
-        """Request the deletion of a node."""
-
-    def label_node(self, zone: str, name: str, labels: Mapping[str, str]) -> Operation:
-        """Replace a node's labels."""
-
-    def set_metadata(self, zone: str, name: str, metadata: Mapping[str, str]) -> Operation:
-        """Replace a node's metadata."""
-
-    def operation(self, zone: str, name: str) -> Operation:
-        """Return the state of an operation."""
-
-    def queued(self, zone: str) -> list[QueuedResource]:
-        """Return all queued resources of a zone; ``-`` means every zone."""
-
-    def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
-        """Request a queued resource."""
-
-    def delete_queued(self, zone: str, name: str, *, force: bool) -> Operation:
-        """Delete a queued resource; ``force`` also deletes its nodes."""
-
-    def zones(self) -> list[str]:
-        """Return the zones that have TPUs."""
-
-    def accelerator_types(self, zone: str) -> list[str]:
-        """Return the machine types of a zone."""
+    name: str = ""
+    zone: str = ""
+    done: bool = False
+    error: SpileError | None = None

@@ -1,10 +1,13 @@
-"""The decisions about a fleet, as pure functions: they take the observation and the history and return actions."""
+"""The decisions about a fleet, as pure functions: they take the observation and the history and return actions.
+
+:func:`update_history` and :func:`record` return a changed copy of the history; their helpers change that copy in place.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spile.errors import SpileError
@@ -23,47 +26,29 @@ from spile.fleet.spec import (
     ZoneBlock,
 )
 
-
-def past_of(history: History, worker: Worker) -> WorkerHistory:
-    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
-
-
-@dataclass(frozen=True)
-class FleetCase:
-    """The input of a decision: specification, observation, history and time."""
-
-    fleet: FleetSpec
-    observed: Observed
-    history: History
-    now: float
-
-    def workers(self) -> Iterator[WorkerCase]:
-        for worker in self.fleet.workers:
-            yield WorkerCase(self.fleet, worker, past_of(self.history, worker), self.now, self.observed, self.history)
+_NEVER_HEARD = (
+    "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
+)
+_BILLED = frozenset({Life.ALIVE, Life.COMING})
 
 
 @dataclass(frozen=True)
 class WorkerCase:
-    """The case of one worker. ``past`` may be newer than the fleet's history."""
+    """One worker in one round: what is wanted, observed and remembered."""
 
     fleet: FleetSpec
     worker: Worker
-    past: WorkerHistory
+    observed: Observed
+    history: History
     now: float
-    observed: Observed = field(default_factory=lambda: Observed(""))
-    history: History = field(default_factory=History)
 
-    def with_history(self, past: WorkerHistory) -> WorkerCase:
-        return self if past is self.past else replace(self, past=past)
+    @property
+    def past(self) -> WorkerHistory:
+        return past_of(self.history, self.worker)
 
     @property
     def policy(self) -> Policy:
         return self.fleet.policy
-
-    @property
-    def full_zones(self) -> frozenset[str]:
-        """The zones that have no quota now."""
-        return frozenset(zone for zone, block in self.history.blocks.items() if self.now < block.until)
 
     @property
     def nodes(self) -> list[Node]:
@@ -71,8 +56,17 @@ class WorkerCase:
 
     @property
     def pulse(self) -> Pulse:
-        """The worker's heartbeat and agent report from the bucket."""
         return self.observed.pulse(self.worker.id)
+
+    @property
+    def full_zones(self) -> set[str]:
+        """The zones that have no quota now."""
+        return {zone for zone, block in self.history.blocks.items() if self.now < block.until}
+
+    @property
+    def silent_zones(self) -> set[str]:
+        """The zones that may contain a machine of the worker and did not answer."""
+        return self.observed.unanswered.keys() & self.past.zones
 
     def beat(self, node: Node) -> float | None:
         """Return the time of its heartbeat if it came from this machine and not from an earlier one."""
@@ -83,214 +77,172 @@ class WorkerCase:
         """Return its agent's verdict if it came from this machine."""
         return self.pulse.verdict if self.pulse.reported > node.created else ""
 
-
-_NEVER_HEARD = (
-    "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
-)
-_BILLED = frozenset({Life.ALIVE, Life.COMING})
+    def retry_time(self, attempt: int) -> float:
+        return self.now + delay(self.policy, self.worker.id, attempt)
 
 
-@dataclass(frozen=True)
-class ActionOutcome:
-    """The result of an action: an operation or an error."""
+def worker_cases(fleet: FleetSpec, observed: Observed, history: History, now: float) -> Iterator[WorkerCase]:
+    for worker in fleet.workers:
+        yield WorkerCase(fleet, worker, observed, history, now)
 
-    operation: Operation | None = None
-    error: SpileError | None = None
+
+def past_of(history: History, worker: Worker) -> WorkerHistory:
+    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
 
 
 def begin(fleet: FleetSpec, history: History) -> History:
-    """Start a new deployment: costs continue, verdicts of the last one are forgotten."""
-    if history.deployment == fleet.deployment:
-        return history
-    workers = {
-        worker.id: replace(
-            past_of(history, worker),
-            finished=False,
-            gave_up="",
-            reported=False,
-            crashes=0,
-            never_heard=0,
-            failures=0,
-            retry_at=0.0,
-        )
-        for worker in fleet.workers
-    }
-    return replace(history, workers=workers, blocks={}, stopped="", deployment=fleet.deployment)
+    """Return a copy of the history. If the deployment is new, costs continue and verdicts are forgotten."""
+    workers = {worker.id: replace(past_of(history, worker)) for worker in fleet.workers}
+    copy = replace(history, workers=workers, blocks=dict(history.blocks), bills=dict(history.bills))
+    if history.deployment != fleet.deployment:
+        for past in workers.values():
+            past.finished, past.gave_up, past.reported = False, "", False
+            past.crashes = past.never_heard = past.failures = 0
+            past.retry_at = 0.0
+        copy.blocks, copy.stopped, copy.deployment = {}, "", fleet.deployment
+    return copy
 
 
-def update_history(look: FleetCase) -> History:
-    look = replace(look, history=begin(look.fleet, look.history))
-    fleet, observed, history, now = look.fleet, look.observed, look.history, look.now
-    blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
-    workers = dict(history.workers)
-    for case in look.workers():
-        before = case.past.pending
-        past, block = _answers(case)
-        if block is not None and before is not None:
-            blocks[before.zone] = block
-        elif before is not None and before.verb == "delete" and past.pending is None:
-            # A machine that is gone has returned its quota, so the zone can be tried again.
-            blocks.pop(before.zone, None)
-        past = _verdicts(case.with_history(past))
+def update_history(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
+    history = begin(fleet, history)
+    history.blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
+    for case in worker_cases(fleet, observed, history, now):
+        past, name = case.past, case.worker.name
+        _check_pending(case)
+        _take_verdict(case)
         if not past.finished and not history.stopped:
-            past = _deaths(case.with_history(past))
-        past = _without_machine(case.with_history(past))
-        name = case.worker.name
+            _count_deaths(case)
+        missing = not (case.nodes or past.finished or past.gave_up or history.stopped)
+        past.without = (past.without or now) if missing else 0.0
+        past.alarmed = missing and now - past.without >= fleet.policy.no_machine_alarm
         if not case.nodes and (past.zone, name) in observed.foreign:
-            past = replace(past, note=f"{name} in {past.zone} is a machine that is not of this fleet")
-        workers[case.worker.id] = past.with_facts(used=_used(observed, past, case.nodes))
-    history = _bills(replace(look, history=replace(history, workers=workers, blocks=blocks)))
+            past.note = f"{name} in {past.zone} is a machine that is not of this fleet"
+        past.used = tuple(sorted({*case.silent_zones, *(node.zone for node in case.nodes)}))
+    _update_bills(observed, history, fleet, now)
     # Computed in every round, so that the fleet continues if the budget is raised.
-    return replace(history, stopped=fleet.policy.stop or _spent(fleet.policy.budget, history.dollars))
-
-
-def _without_machine(case: WorkerCase) -> WorkerHistory:
-    """Remember since when a worker that needs a machine has none, and whether that is too long."""
-    past = case.past
-    missing = not (case.nodes or past.finished or past.gave_up or case.history.stopped)
-    since = (past.without or case.now) if missing else 0.0
-    return past.with_facts(without=since, alarmed=missing and case.now - since >= case.policy.no_machine_alarm)
+    history.stopped = fleet.policy.stop or _spent(fleet.policy.budget, history.dollars)
+    return history
 
 
 def _spent(budget: float | None, dollars: float) -> str:
     return f"the budget of ${budget:.2f} is spent (${dollars:.2f})" if budget is not None and dollars >= budget else ""
 
 
-def _used(observed: Observed, past: WorkerHistory, nodes: list[Node]) -> tuple[str, ...]:
-    """Return the zones where a machine of the worker may exist."""
-    waiting = [past.pending.zone] if past.pending else []
-    unseen = [zone for zone in past.used if zone in observed.unanswered]
-    return tuple(dict.fromkeys([past.zone, *waiting, *unseen, *(node.zone for node in nodes)]))
-
-
-def _answers(case: WorkerCase) -> tuple[WorkerHistory, ZoneBlock | None]:
-    """Return the history after a check on the pending request, and the block of its zone if it failed for quota."""
-    observed, policy, past, now = case.observed, case.policy, case.past, case.now
+def _check_pending(case: WorkerCase) -> None:
+    """Forget a request that was carried out, failed or got lost."""
+    observed, policy, past = case.observed, case.policy, case.past
     pending = past.pending
     if pending is None or pending.zone in observed.unanswered:
-        return past, None
-    here = [node for node in case.nodes if node.zone == pending.zone]
+        return
     operation = observed.operations.get(pending.operation or "")
-    if operation is not None and operation.done and operation.error is not None:
-        return _failed(case, pending, operation.error)
+    done = operation is not None and operation.done
+    if operation is not None and done and operation.error is not None:
+        _fail(case, pending, operation.error)
+        return
+    here = [node for node in case.nodes if node.zone == pending.zone]
+    waited = case.now - pending.since
     if pending.verb == "delete":
-        gone = all(node.uid != pending.uid for node in here)
-        if gone or (operation is not None and operation.done) or now - pending.since > policy.create_timeout:
-            return replace(past, pending=None), None
-        if pending.operation is None and now - pending.since > policy.settle:
-            return replace(past, pending=None), None
-        return past, None
+        gone = done or all(node.uid != pending.uid for node in here)
+        if gone or waited > (policy.settle if pending.operation is None else policy.create_timeout):
+            past.pending = None
+            # A machine that is gone has returned its quota, so the zone can be tried again.
+            case.history.blocks.pop(pending.zone, None)
+        return
     if any(node.state is NodeState.READY for node in here):
-        return replace(past, pending=None, failures=0, note=""), None
-    if here and (pending.operation is None or (operation is not None and operation.done)):
-        return replace(past, pending=None), None
-    if not here and (operation is not None and operation.done):
-        return replace(past, pending=None), None
-    if not here and operation is None and now - pending.since > policy.settle:
-        # The request was never carried out, or its machine has come and gone. Use the same zone again: if the first
-        # machine appears late, the two collide by name and cannot run side by side.
-        return replace(past, pending=None, retry_at=now), None
-    return past, None
+        past.pending, past.failures, past.note = None, 0, ""
+    # The request was never carried out, or its machine has come and gone. The next request uses the same zone: if the
+    # first machine appears late, the two collide by name and cannot run side by side.
+    lost = not here and operation is None and waited > policy.settle
+    if done or lost or (here and pending.operation is None):
+        past.pending = None
 
 
-def _failed(case: WorkerCase, pending: Pending, error: SpileError) -> tuple[WorkerHistory, ZoneBlock | None]:
-    """Return the history after a request that the cloud refused, and the block of the zone if it has no quota."""
-    fleet, worker, now = case.fleet, case.worker, case.now
-    past = replace(case.past, pending=None, note=error.line())
+def _fail(case: WorkerCase, pending: Pending, error: SpileError) -> None:
+    """Note a request that the cloud refused, and the block of the zone if it has no quota."""
+    fleet, policy, past = case.fleet, case.policy, case.past
+    past.pending, past.note = None, error.line()
     if pending.verb == "delete":
-        return replace(past, retry_at=now + delay(fleet.policy, worker.id, 1)), None
-    if isinstance(error, Quota):
-        zone = next_zone(fleet, pending.zone, {*case.full_zones, pending.zone})
-        past = replace(past, zone=zone, used=tuple(dict.fromkeys([*past.used, zone])))
-        return past, ZoneBlock(now + fleet.policy.quota_retry, error.line())
-    failures = past.failures + 1
-    past = replace(past, failures=failures, retry_at=now + delay(fleet.policy, worker.id, failures))
-    if isinstance(error, Stockout):
-        past = replace(past, stockouts=past.stockouts + 1)
-        if failures >= fleet.policy.stockouts_before_move:
+        past.retry_at = case.retry_time(1)
+    elif isinstance(error, Quota):
+        case.history.blocks[pending.zone] = ZoneBlock(case.now + policy.quota_retry, error.line())
+        past.zone = next_zone(fleet, pending.zone, case.full_zones)
+    else:
+        past.failures += 1
+        past.retry_at = case.retry_time(past.failures)
+        if isinstance(error, Stockout):
+            past.stockouts += 1
             zone = next_zone(fleet, past.zone, case.full_zones)
-            used = tuple(dict.fromkeys([*past.used, zone]))
-            past = replace(past, zone=zone, used=used, failures=0 if zone != past.zone else failures)
-    return past, None
+            if past.failures >= policy.stockouts_before_move and zone != past.zone:
+                past.zone, past.failures = zone, 0
 
 
-def _verdicts(case: WorkerCase) -> WorkerHistory:
+def _take_verdict(case: WorkerCase) -> None:
     pulse, past = case.pulse, case.past
     if pulse.verdict == "finished" and not past.finished:
-        return replace(past, finished=True, note="finished", retry_at=0.0)
-    if pulse.verdict == "refused" and not past.gave_up:
-        return replace(past, gave_up=f"its worker refused its task: {_tail(pulse.error)}")
-    return past
+        past.finished, past.note, past.retry_at = True, "finished", 0.0
+    elif pulse.verdict == "refused" and not past.gave_up:
+        past.gave_up = f"its worker refused its task: {_tail(pulse.error)}"
 
 
-def _deaths(case: WorkerCase) -> WorkerHistory:
+def _count_deaths(case: WorkerCase) -> None:
     """Count the end of each machine once, and remember which one is alive."""
-    coming = [node for node in case.nodes if node.state.life is Life.COMING]
-    past = case.past.with_facts(coming=(case.past.coming or case.now) if coming else 0.0)
+    past = case.past
+    coming = any(node.state.life is Life.COMING for node in case.nodes)
+    past.coming = (past.coming or case.now) if coming else 0.0
     for node in case.nodes:
         if node.uid == past.last_dead or node.state.life is Life.LEAVING:
             continue
-        current = case.with_history(past)
-        health = health_of(current, node)
-        if not health.fine:
-            past = replace(_count_death(current, node, silent=health.silent), lost=health.reason)
+        reason = reason_to_replace(case, node)
+        if reason:
+            _count_death(case, node, reason)
         elif node.state.life is Life.ALIVE:
-            heard = case.beat(node) is not None
-            never_heard = 0 if heard else past.never_heard
-            past = past.with_facts(alive=node.uid, since=node.created, never_heard=never_heard)
-    vanished = past.alive and not case.nodes and past.alive != past.last_dead and not past.finished
-    if vanished and not case.observed.unanswered.intersection(past.used):
+            past.alive, past.since = node.uid, node.created
+            if case.beat(node) is not None:
+                past.never_heard = 0
+    vanished = past.alive and not case.nodes and past.alive != past.last_dead
+    if vanished and not case.silent_zones:
         gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        past = replace(_count_death(case.with_history(past), gone, silent=False), lost="it vanished")
-    return past
+        _count_death(case, gone, "it vanished")
 
 
-def _count_death(case: WorkerCase, node: Node, *, silent: bool) -> WorkerHistory:
-    policy, worker, past, now = case.policy, case.worker, case.past, case.now
-    early = past.early_deaths + 1 if now - node.created < policy.early_death else 0
-    wait = now + delay(policy, worker.id, early) if early > 1 else past.retry_at
-    past = replace(past, last_dead=node.uid, early_deaths=early, retry_at=max(past.retry_at, wait))
-    if case.verdict(node) == "crashed" and node.state.life is Life.ALIVE:
-        crashes = past.crashes + 1
-        past = replace(past, crashes=crashes, retry_at=now + delay(policy, worker.id, crashes))
-        if crashes >= policy.max_crashes:
-            tail = _tail(case.pulse.error)
-            past = replace(past, gave_up=f"its worker crashed on {crashes} machines: {tail}")
-        return past
-    if silent:
-        past = replace(past, silences=past.silences + 1)
-        if node.state.life is Life.ALIVE and case.beat(node) is None:
-            count = past.never_heard + 1
-            past = replace(past, never_heard=count)
-            if count >= policy.max_never_heard:
-                past = replace(past, gave_up=f"{count} machines in a row gave no sign of life: {_NEVER_HEARD}")
-        return past
-    if node.state.life in (Life.DEAD, Life.ABSENT):
-        return replace(past, preemptions=past.preemptions + 1)
-    return past
+def _count_death(case: WorkerCase, node: Node, reason: str) -> None:
+    policy, past, life = case.policy, case.past, node.state.life
+    past.last_dead, past.lost = node.uid, reason
+    past.early_deaths = past.early_deaths + 1 if case.now - node.created < policy.early_death else 0
+    if past.early_deaths > 1:
+        past.retry_at = max(past.retry_at, case.retry_time(past.early_deaths))
+    verdict = case.verdict(node) if life is Life.ALIVE else ""
+    if life in (Life.DEAD, Life.ABSENT):
+        past.preemptions += 1
+    elif verdict == "crashed":
+        past.crashes += 1
+        past.retry_at = case.retry_time(past.crashes)
+        if past.crashes >= policy.max_crashes:
+            past.gave_up = f"its worker crashed on {past.crashes} machines: {_tail(case.pulse.error)}"
+    elif verdict != "refused":
+        past.silences += 1
+        if life is Life.ALIVE and case.beat(node) is None:
+            past.never_heard += 1
+            if past.never_heard >= policy.max_never_heard:
+                past.gave_up = f"{past.never_heard} machines in a row gave no sign of life: {_NEVER_HEARD}"
 
 
 def _tail(text: str) -> str:
     return text.strip()[-2000:] or "it left no log"
 
 
-def _bills(case: FleetCase) -> History:
-    fleet, observed, history, now = case.fleet, case.observed, case.history, case.now
-    bills, blocks = dict(history.bills), dict(history.blocks)
+def _update_bills(observed: Observed, history: History, fleet: FleetSpec, now: float) -> None:
+    bills = history.bills
     listed = {node.uid for nodes in observed.own.values() for node in nodes}
     for worker, nodes in observed.own.items():
         for node in nodes:
-            if node.state.life not in _BILLED or node.state is NodeState.QUEUED:
-                continue
-            old = bills.get(node.uid)
-            started = old.started if old else min(node.created or now, now)
-            bills[node.uid] = Bill(worker, node.zone, started, now, fleet.dollars_per_hour(node))
-    settled = history.settled
+            if node.state.life in _BILLED and node.state is not NodeState.QUEUED:
+                started = bills[node.uid].started if node.uid in bills else min(node.created or now, now)
+                bills[node.uid] = Bill(worker, node.zone, started, now, fleet.dollars_per_hour(node))
     for uid, bill in list(bills.items()):
         if uid not in listed and bill.zone not in observed.unanswered:
-            settled += _final(bills.pop(uid), observed, now).dollars
-            blocks.pop(bill.zone, None)
-    return replace(history, bills=bills, settled=settled, blocks=blocks)
+            history.settled += _final(bills.pop(uid), observed, now).dollars
+            history.blocks.pop(bill.zone, None)
 
 
 def _final(bill: Bill, observed: Observed, now: float) -> Bill:
@@ -303,40 +255,34 @@ def _final(bill: Bill, observed: Observed, now: float) -> Bill:
 
 def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
     """Return the history as if every answer were lost. It is stored before the requests are sent."""
-    unknown = ActionOutcome(error=LostReply("asked for, and no answer yet"))
+    unknown = Operation(error=LostReply("asked for, and no answer yet"))
     return record(fleet, history, [(action, unknown) for action in actions if action.verb == "create"], now)
 
 
-def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, ActionOutcome]], now: float) -> History:
-    workers, blocks = dict(history.workers), dict(history.blocks)
-    by_id = {worker.id: worker for worker in fleet.workers}
-    for action, outcome in done:
-        worker = by_id.get(action.worker)
-        if worker is None:  # A machine of an earlier deployment has no history.
-            continue
-        past = workers.get(worker.id) or past_of(history, worker)
-        workers[worker.id], block = _recorded(
-            WorkerCase(fleet, worker, past, now, history=replace(history, blocks=blocks)), action, outcome
-        )
-        if block is not None:
-            blocks[action.zone] = block
-    return replace(history, workers=workers, blocks=blocks)
+def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Operation]], now: float) -> History:
+    """Return the history with the results of actions."""
+    history = begin(fleet, history)
+    cases = {case.worker.id: case for case in worker_cases(fleet, Observed(fleet.name), history, now)}
+    for action, operation in done:
+        if action.worker in cases:  # A machine of an earlier deployment has no history.
+            _record(cases[action.worker], action, operation)
+    return history
 
 
-def _recorded(case: WorkerCase, action: Action, outcome: ActionOutcome) -> tuple[WorkerHistory, ZoneBlock | None]:
-    past = case.past
+def _record(case: WorkerCase, action: Action, operation: Operation) -> None:
+    past, error = case.past, operation.error
     if action.verb == "report":
-        return replace(past, reported=True), None
-    error, operation = outcome.error, outcome.operation
-    pending = Pending(action.verb, action.zone, case.now, operation.name if operation else None, action.uid)
+        past.reported = True
+        return
     if action.verb == "create":
-        used = tuple(dict.fromkeys([*past.used, action.zone]))
-        past = replace(past, creates=past.creates + 1, zone=action.zone, used=used)
+        past.creates, past.zone = past.creates + 1, action.zone
+    pending = Pending(action.verb, action.zone, case.now, operation.name or None, action.uid)
     if isinstance(error, Missing) and action.verb == "delete":
-        return replace(past, pending=None), None
-    if error is None or isinstance(error, LostReply | Unavailable):
-        return replace(past, pending=pending, note=error.line() if error else past.note), None
-    return _failed(replace(case, past=past), pending, error)
+        past.pending = None
+    elif error is None or isinstance(error, LostReply | Unavailable):
+        past.pending, past.note = pending, error.line() if error else past.note
+    else:
+        _fail(case, pending, error)
 
 
 Verb = Literal["create", "delete", "report"]
@@ -357,16 +303,6 @@ class Action:
     """The queued resource that it belongs to."""
 
 
-@dataclass(frozen=True)
-class Health:
-    """The judgement of a machine."""
-
-    fine: bool
-    reason: str = ""
-    """Why the machine is not kept."""
-    silent: bool = False
-
-
 def delay(policy: Policy, worker: int, attempt: int) -> float:
     """Return the seconds before the next request: doubling, capped, and with jitter that depends on the worker."""
     chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
@@ -385,66 +321,56 @@ def next_zone(fleet: FleetSpec, zone: str, full: Collection[str] = ()) -> str:
     return next((each for each in (*zones[place + 1 :], *zones[:place]) if each not in full), zone)
 
 
-def health_of(case: WorkerCase, node: Node) -> Health:
-    """Return whether a machine is kept, and why not."""
-    policy, now, coming = case.policy, case.now, case.past.coming
-    if node.state.life is Life.DEAD:
-        return Health(False, f"it is {node.state.value}: {node.state.meaning}")
-    if node.state.life is Life.COMING:
-        waited = now - coming if coming else 0.0
-        if node.state is not NodeState.QUEUED and waited > policy.create_timeout:
-            return Health(False, f"it has been {node.state.value} for {waited:.0f} s", silent=True)
-        return Health(True)
-    if node.state.life is Life.ALIVE:
-        verdict = case.verdict(node)
-        if verdict == "crashed":
-            return Health(False, "its worker crashed again and again")
-        if verdict == "refused":
-            return Health(False, "its worker refused its task")
-        beat = case.beat(node)
-        grace = beat is None or case.pulse.phase.slow
-        limit = max(policy.patience, policy.compile_grace) if grace else policy.patience
-        age = now - (node.created if beat is None else beat)
-        if age > limit:
-            what = "no heartbeat since it was created," if beat is None else "its heartbeat is"
-            return Health(
-                False, f"{what} {age:.0f} s {'ago' if beat is None else 'old'} (limit {limit:.0f})", silent=True
-            )
-        progress = case.pulse.progress
-        idle = now - max(progress, node.created) if progress is not None else 0.0
-        if idle > policy.stall:
-            why = f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
-            return Health(False, why, silent=True)
-    return Health(True)
+def reason_to_replace(case: WorkerCase, node: Node) -> str:
+    """Return why a machine is not kept; empty if it is."""
+    policy, now, state = case.policy, case.now, node.state
+    if state.life is Life.DEAD:
+        return f"it is {state.value}: {state.meaning}"
+    if state.life is Life.COMING:
+        waited = now - case.past.coming if case.past.coming else 0.0
+        late = state is not NodeState.QUEUED and waited > policy.create_timeout
+        return f"it has been {state.value} for {waited:.0f} s" if late else ""
+    if state.life is not Life.ALIVE:
+        return ""
+    verdict, beat, progress = case.verdict(node), case.beat(node), case.pulse.progress
+    if verdict == "crashed":
+        return "its worker crashed again and again"
+    if verdict == "refused":
+        return "its worker refused its task"
+    if beat is None and now - node.created > policy.slow_patience:
+        age = f"{now - node.created:.0f} s ago (limit {policy.slow_patience:.0f})"
+        return f"no heartbeat since it was created, {age}"
+    limit = policy.slow_patience if case.pulse.phase.slow else policy.patience
+    if beat is not None and now - beat > limit:
+        return f"its heartbeat is {now - beat:.0f} s old (limit {limit:.0f})"
+    idle = now - max(progress, node.created) if progress is not None else 0.0
+    if idle > policy.stall:
+        return f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
+    return ""
 
 
-def decide(fleet_case: FleetCase) -> tuple[Action, ...]:
+def decide(fleet: FleetSpec, observed: Observed, history: History, now: float) -> tuple[Action, ...]:
     """Return everything that has to be done now. The same input gives the same actions."""
     actions: list[Action] = []
-    for case in fleet_case.workers():
+    for case in worker_cases(fleet, observed, history, now):
         past, worker = case.past, case.worker
         if past.gave_up and not past.reported:
             actions.append(Action("report", worker.id, past.zone, worker.name, past.gave_up))
         over = _over(case)
         if over:
-            actions.extend(_delete(case, node, over) for node in case.nodes if _deletable(case, node))
+            actions.extend(_delete(worker.id, node, over) for node in case.nodes if _deletable(case, node))
+        elif past.finished:
+            continue
         elif case.nodes:
             actions.extend(_tend(case))
         else:
             actions.extend(_make(case))
-    return (*actions, *_leftovers(fleet_case))
-
-
-def _leftovers(case: FleetCase) -> Iterator[Action]:
-    """Delete machines of workers that this deployment does not have."""
-    known = {worker.id for worker in case.fleet.workers}
-    for worker, nodes in case.observed.own.items():
-        if worker in known:
-            continue
-        for node in nodes:
-            if node.state.life is not Life.LEAVING:
-                reason = "no worker of this deployment needs it"
-                yield Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
+    known = {worker.id for worker in fleet.workers}
+    left = [(worker, node) for worker, nodes in observed.own.items() if worker not in known for node in nodes]
+    for number, node in left:
+        if node.state.life is not Life.LEAVING:
+            actions.append(_delete(number, node, "no worker of this deployment needs it"))
+    return tuple(actions)
 
 
 def _over(case: WorkerCase) -> str:
@@ -462,19 +388,16 @@ def _deletable(case: WorkerCase, node: Node) -> bool:
     return node.state.life is not Life.LEAVING and not asked
 
 
-def _delete(case: WorkerCase, node: Node, reason: str) -> Action:
-    return Action("delete", case.worker.id, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
+def _delete(worker: int, node: Node, reason: str) -> Action:
+    return Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
 
 
 def _tend(case: WorkerCase) -> Iterator[Action]:
     """Keep one good machine of a worker and delete the others."""
-    if case.past.finished:
-        return
     for place, node in enumerate(sorted(case.nodes, key=lambda node: _rank(case, node))):
-        health = health_of(case, node)
-        reason = health.reason if not health.fine else "another machine serves this worker" if place else ""
+        reason = reason_to_replace(case, node) or ("another machine serves this worker" if place else "")
         if reason and _deletable(case, node):
-            yield _delete(case, node, reason)
+            yield _delete(case.worker.id, node, reason)
 
 
 def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
@@ -487,20 +410,16 @@ def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
 
 def _make(case: WorkerCase) -> Iterator[Action]:
     """Request a machine for a worker that has none, if nothing prevents it."""
-    fleet, observed, worker, past, now = case.fleet, case.observed, case.worker, case.past, case.now
-    if past.finished or past.pending is not None or now < past.retry_at:
+    observed, worker, past = case.observed, case.worker, case.past
+    if past.pending is not None or case.now < past.retry_at or case.silent_zones:
         return
-    if observed.unanswered.intersection({*past.used, past.zone}):
-        return
-    zone = past.zone
+    zone, full = past.zone, case.full_zones
     if (zone, worker.name) in observed.foreign:
-        full = case.full_zones
-        free = [each for each in fleet.zones if (each, worker.name) not in observed.foreign and each not in full]
-        if not free or not fleet.policy.move or free[0] in observed.unanswered:
+        free = [each for each in case.fleet.zones if (each, worker.name) not in observed.foreign and each not in full]
+        if not free or not case.policy.move or free[0] in observed.unanswered:
             return
         zone = free[0]
-    block = case.history.blocks.get(zone)
-    if block is not None and now < block.until:
+    if zone in full:
         return
     reason = "it has no machine"
     if past.preemptions or past.silences or past.crashes:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import orjson
 
-from spile.errors import Damaged, SpecError, untrusted
+from spile.errors import Damaged, SpecError, SpileError, untrusted
 from spile.fleet.provider import Node, NodeRequest, Operation
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.options import at_least
@@ -95,6 +95,11 @@ class Policy:
     def patience(self) -> float:
         """The limit for the age of a running worker's heartbeat."""
         return self.stale_intervals * max(self.interval, self.heartbeat)
+
+    @property
+    def slow_patience(self) -> float:
+        """The same limit while a worker boots, installs or compiles."""
+        return max(self.patience, self.compile_grace)
 
 
 @cache
@@ -278,8 +283,8 @@ class Observed:
     fleet: str
     nodes: tuple[Node, ...] = ()
     """All nodes of the zones that answered, of this fleet and of others."""
-    unanswered: frozenset[str] = frozenset()
-    """The zones that did not answer."""
+    unanswered: Mapping[str, SpileError] = field(default_factory=dict)
+    """The zones that did not answer, with the error."""
     operations: Mapping[str, Operation] = field(default_factory=dict)
     """The operations that the history waits for, by name."""
     pulses: Mapping[int, Pulse] = field(default_factory=dict)
@@ -321,14 +326,14 @@ class Pending:
     """The uid of the machine that is being deleted."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorkerHistory:
     """The history of one worker."""
 
     zone: str
     """The zone of its next machine."""
     used: tuple[str, ...] = ()
-    """Every zone where one of its machines may exist."""
+    """Other zones where one of its machines may exist."""
     pending: Pending | None = None
     failures: int = 0
     """Consecutive failed requests in this zone."""
@@ -362,10 +367,10 @@ class WorkerHistory:
     lost: str = ""
     """Why its last machine was replaced. It is kept when the next one exists."""
 
-    def with_facts(self, **facts: Any) -> WorkerHistory:
-        """Return this history with these facts; the same object if nothing changes."""
-        known = all(getattr(self, name) == value for name, value in facts.items())
-        return self if known else replace(self, **facts)
+    @property
+    def zones(self) -> set[str]:
+        """Every zone where one of its machines may exist."""
+        return {self.zone, *self.used, *([self.pending.zone] if self.pending else [])}
 
 
 @dataclass(frozen=True)
@@ -392,13 +397,13 @@ class Bill:
         return max(0.0, self.seen - self.started) / 3600.0 * self.dollars_per_hour
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """The history of a fleet, as monitors store it."""
 
-    workers: Mapping[int, WorkerHistory] = field(default_factory=dict)
-    blocks: Mapping[str, ZoneBlock] = field(default_factory=dict)
-    bills: Mapping[str, Bill] = field(default_factory=dict)
+    workers: dict[int, WorkerHistory] = field(default_factory=dict)
+    blocks: dict[str, ZoneBlock] = field(default_factory=dict)
+    bills: dict[str, Bill] = field(default_factory=dict)
     settled: float = 0.0
     """The cost of machines that no longer exist."""
     stopped: str = ""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from spile.errors import SpecError
+from spile.errors import CloudError, SpecError
 from spile.fleet.monitor import events_between
 from spile.fleet.provider import (
     LostReply,
@@ -19,7 +19,7 @@ from spile.fleet.provider import (
     Quota,
     Stockout,
 )
-from spile.fleet.reconcile import Action, ActionOutcome, FleetCase, decide, delay, intend, record, update_history
+from spile.fleet.reconcile import Action, decide, delay, intend, record, update_history
 from spile.fleet.spec import (
     FLEET_LABEL,
     WORKER_LABEL,
@@ -68,8 +68,8 @@ def fresh(phase: Phase = Phase.RUNNING) -> Pulse:
 def turn(
     fleet: FleetSpec, seen: Observed, history: History | None = None, now: float = NOW
 ) -> tuple[History, tuple[Action, ...]]:
-    grown = update_history(FleetCase(fleet, seen, history or History(), now))
-    return grown, decide(FleetCase(fleet, seen, grown, now))
+    grown = update_history(fleet, seen, history or History(), now)
+    return grown, decide(fleet, seen, grown, now)
 
 
 def see(*nodes: Node, **more: object) -> Observed:
@@ -110,7 +110,7 @@ def test_a_dead_machine_is_deleted_then_made_again(state: NodeState) -> None:
     assert words(actions) == [("delete", 0, A)]
     assert state.value in actions[0].reason
     assert history.workers[0].preemptions == 1
-    history = record(fleet, history, [(actions[0], ActionOutcome(Operation("o", A, False)))], NOW)
+    history = record(fleet, history, [(actions[0], Operation("o", A, False))], NOW)
     history, actions = turn(fleet, see(a_node(0, NodeState.DELETING), a_node(1), pulses={1: fresh()}), history)
     assert actions == (), "it waits until it is gone"
     history, actions = turn(fleet, see(a_node(1), pulses={1: fresh()}), history)
@@ -191,7 +191,7 @@ def test_a_crash_is_tried_on_a_fresh_machine_then_reported_with_its_log() -> Non
     assert words(actions) == [("report", 0, A), ("delete", 0, A)]
     assert "crashed on 2 machines: Traceback" in actions[0].reason
     assert "boom" in actions[0].reason
-    history = record(fleet, history, [(actions[0], ActionOutcome())], NOW)
+    history = record(fleet, history, [(actions[0], Operation())], NOW)
     _, actions = turn(fleet, see(a_node(1), pulses=pulses), history, NOW + 9999)
     assert 0 not in {action.worker for action in actions}, "reported once and never made again"
 
@@ -211,11 +211,9 @@ def stockouts(fleet: FleetSpec, times: int, history: History | None = None, now:
         history, actions = turn(fleet, seen, history, now)
         creates = [action for action in actions if action.worker == 0]
         assert creates, f"try {number}"
-        history = record(
-            fleet, history, [(creates[0], ActionOutcome(Operation(f"o{number}", creates[0].zone, False)))], now
-        )
+        history = record(fleet, history, [(creates[0], Operation(f"o{number}", creates[0].zone, False))], now)
         failed = {f"o{number}": Operation(f"o{number}", creates[0].zone, True, error)}
-        history = update_history(FleetCase(fleet, replace(seen, operations=failed), history, now))
+        history = update_history(fleet, replace(seen, operations=failed), history, now)
         assert history.workers[0].retry_at > now
         now = history.workers[0].retry_at
     return history, now
@@ -254,7 +252,7 @@ def test_quota_stops_the_zone_and_says_so() -> None:
     history, actions = turn(fleet, see())
     refused = Quota("no quota to create", found="Limit: 0")
     history = record(
-        fleet, history, [(actions[0], ActionOutcome(error=refused)), (actions[1], ActionOutcome(error=refused))], NOW
+        fleet, history, [(actions[0], Operation(error=refused)), (actions[1], Operation(error=refused))], NOW
     )
     assert history.blocks[A].why == "no quota to create: found Limit: 0"
     assert turn(fleet, see(), history, NOW + 60)[1] == ()
@@ -264,13 +262,13 @@ def test_quota_stops_the_zone_and_says_so() -> None:
 def test_a_zone_without_quota_is_left_for_another() -> None:
     history, actions = turn(a_fleet(), see())
     refused = Quota("no quota to create", found="Limit: 0")
-    history = record(a_fleet(), history, [(actions[0], ActionOutcome(error=refused))], NOW)
+    history = record(a_fleet(), history, [(actions[0], Operation(error=refused))], NOW)
     _, actions = turn(a_fleet(), see(a_node(1), pulses={1: fresh()}), history, NOW + 60)
     assert words(actions) == [("create", 0, B)]
     assert "us-central1-a had no quota" in actions[0].reason
     stays = a_fleet(move=False)
     history, actions = turn(stays, see())
-    history = record(stays, history, [(actions[0], ActionOutcome(error=refused))], NOW)
+    history = record(stays, history, [(actions[0], Operation(error=refused))], NOW)
     assert turn(stays, see(a_node(1), pulses={1: fresh()}), history, NOW + 60)[1] == (), "unless it may not move"
 
 
@@ -304,7 +302,7 @@ def test_a_lost_answer_is_waited_for_then_asked_again_in_the_same_zone() -> None
     fleet = a_fleet()
     history, actions = turn(fleet, see())
     lost = LostReply("no answer")
-    history = record(fleet, history, [(action, ActionOutcome(error=lost)) for action in actions], NOW)
+    history = record(fleet, history, [(action, Operation(error=lost)) for action in actions], NOW)
     assert turn(fleet, see(), history, NOW + 60)[1] == ()
     assert words(turn(fleet, see(), history, NOW + 121)[1]) == [("create", 0, A), ("create", 1, B)]
     arrived = see(a_node(0, NodeState.CREATING), a_node(1, NodeState.CREATING))
@@ -321,12 +319,14 @@ def test_what_is_asked_for_is_remembered_before_it_is_asked() -> None:
 
 def test_a_zone_without_an_answer_stops_only_workers_that_may_be_there() -> None:
     fleet = a_fleet()
-    _, actions = turn(fleet, see(unanswered=frozenset({A})))
+    _, actions = turn(fleet, see(unanswered={A: CloudError("no answer")}))
     assert words(actions) == [("create", 1, B)]
     moved = History({0: WorkerHistory(zone=B, used=(A, B))}, deployment="d")
-    _, actions = turn(fleet, see(unanswered=frozenset({A})), moved)
+    _, actions = turn(fleet, see(unanswered={A: CloudError("no answer")}), moved)
     assert words(actions) == [("create", 1, B)], "its old machine may still be in the zone that does not answer"
-    _, actions = turn(fleet, see(a_node(1), unanswered=frozenset({A}), pulses={1: Pulse(NOW - 9999, Phase.RUNNING)}))
+    _, actions = turn(
+        fleet, see(a_node(1), unanswered={A: CloudError("no answer")}, pulses={1: Pulse(NOW - 9999, Phase.RUNNING)})
+    )
     assert words(actions) == [("delete", 1, B)], "and a visible sick one is still deleted"
 
 
@@ -384,9 +384,9 @@ def test_a_refusal_to_delete_is_tried_again_and_a_missing_one_is_no_error() -> N
     fleet = a_fleet()
     seen = see(a_node(0, NodeState.PREEMPTED), a_node(1), pulses={1: fresh()})
     history, actions = turn(fleet, seen)
-    refused = record(fleet, history, [(actions[0], ActionOutcome(error=NotAllowed("no")))], NOW)
+    refused = record(fleet, history, [(actions[0], Operation(error=NotAllowed("no")))], NOW)
     assert words(turn(fleet, seen, refused, NOW + 60)[1]) == [("delete", 0, A)]
-    gone = record(fleet, history, [(actions[0], ActionOutcome(error=Missing("gone")))], NOW)
+    gone = record(fleet, history, [(actions[0], Operation(error=Missing("gone")))], NOW)
     assert gone.workers[0].pending is None
 
 
@@ -429,7 +429,7 @@ def test_machines_of_an_earlier_larger_deployment_are_deleted() -> None:
     seen = see(a_node(0), a_node(1), left, unnumbered, pulses={0: fresh(), 1: fresh()})
     history, actions = turn(fleet, seen)
     assert [(action.uid, action.reason) for action in actions] == [("left", "no worker of this deployment needs it")]
-    assert 7 not in record(fleet, history, [(actions[0], ActionOutcome(Operation("o", A, False)))], NOW).workers
+    assert 7 not in record(fleet, history, [(actions[0], Operation("o", A, False))], NOW).workers
     shrunk = replace(fleet, zones=(A,), workers=fleet.workers[:1], former_zones=(B,))
     assert spec_zones(shrunk) == (A, B), "the zone that is no longer used is still looked at"
     assert words(turn(shrunk, see(a_node(0), a_node(1), pulses={0: fresh()}))[1]) == [("delete", 1, B)]

@@ -16,8 +16,8 @@ import safetensors.numpy
 from spile.cli.main import main
 from spile.errors import UserError
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.provider import NodeRequest
-from spile.fleet.reconcile import Action, ActionOutcome
+from spile.fleet.provider import NodeRequest, Operation
+from spile.fleet.reconcile import Action
 from spile.fleet.spec import FleetSpec, History, Policy, Worker, WorkerHistory
 from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import compare_datasets, inspect_dataset
@@ -143,7 +143,7 @@ def test_a_fleet_shows_zones_restarts_reasons_events_and_logs(tmp_path: Path) ->
     past = WorkerHistory("zone-b", preemptions=2, creates=3, lost="preempted in zone-a")
     home.write_history(History({0: past}, settled=12.5), 1)
     home.write_report(WorkerReport("tpu-0", launches=2, phase=Phase.UNKNOWN, error="one\nout of memory"))
-    home.log([(Action("create", 0, "zone-b", "tpu-0", "its machine is gone"), ActionOutcome())], 1, 0.0)
+    home.log([(Action("create", 0, "zone-b", "tpu-0", "its machine is gone"), Operation())], 1, 0.0)
     home.folder.put("logs/tpu-0/000001.log", b"first\nsecond\n")
     viewer = Viewer([Root("", home)])
     found = ask(viewer, "run")
