@@ -24,6 +24,7 @@ from spile.spec.run import (
     Gradients,
     LongPolicy,
     PromptKind,
+    PromptVersion,
     RunSpec,
     StoreDtype,
     make_spec,
@@ -61,7 +62,7 @@ class RunOptions(TypedDict, total=False):
     worker_id: int
     prompt: PromptKind
     grid_encoder: str
-    prompt_version: str
+    prompt_version: PromptVersion
     predictions_per_task: int
     column: str
     template_from: str | None
@@ -560,15 +561,11 @@ def _run_spec(
     by_name = data is None or isinstance(data, str | os.PathLike)
     values |= {"dataset": str(data)} if by_name and data is not None else {}
     spec = make_spec(values, infer=function == "infer", source=f"spile.{function}()")
-    return spec if by_name else with_rows(spec, data)
+    if by_name:
+        return spec
+    from spile.data.sources import with_rows
 
-
-def with_rows(spec: RunSpec, data: Data) -> RunSpec:
-    """Return the spec with rows that are given in Python."""
-    from spile.data.sources import refuse_no_rows
-
-    refuse_no_rows(data)
-    return replace(spec, data=replace(spec.data, rows=data, dataset=f"Python {type(data).__name__}", worker_id=0))
+    return replace(spec, data=with_rows(spec.data, data))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

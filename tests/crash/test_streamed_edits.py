@@ -155,7 +155,7 @@ def test_no_sequence_of_events_ends_in_a_false_proof(
 def test_an_edit_of_a_row_that_was_read_stops_the_next_life(tmp_path: Path, chatml: Tokenizer, edited: int) -> None:
     said = _try([("whole life", 0), ("edit", edited), ("whole life", 0)], tmp_path, chatml)
     assert len(said) == 1
-    assert "changed since the run read it" in said[0] or "but this command asks for" in said[0]
+    assert "changed since it was read" in said[0] or "but this command asks for" in said[0]
     (tmp_path / "again").mkdir()
     said = _try([("life", 1), ("put back", 0), ("whole life", 0)], tmp_path / "again", chatml)
     assert said == []
@@ -164,5 +164,5 @@ def test_an_edit_of_a_row_that_was_read_stops_the_next_life(tmp_path: Path, chat
 
 def test_an_edit_of_the_first_rows_in_the_middle_of_a_life_commits_nothing(tmp_path: Path, chatml: Tokenizer) -> None:
     said = _try([("life with an edit in its middle", 1), ("put back", 0), ("whole life", 0)], tmp_path, chatml)
-    assert ["changed while it was read" in line for line in said] == [True]
+    assert ["changed since it was read" in line for line in said] == [True]
     assert verify(open_folder(str(tmp_path / "out"))).ok

@@ -125,6 +125,18 @@ def test_tables_are_data_and_their_columns_are_labels(make: Any, tmp_path: Path)
         spile.extract("embedded", changed, tmp_path / "out", layers=1, positions="last")
 
 
+def test_the_options_of_tap_choose_rows(tmp_path: Path) -> None:
+    model = spile.load("embedded")
+    rows = ["one", {"words": 2}, "three"]
+    assert [sample.text for sample in model.tap(TEXTS, max_samples=2)] == TEXTS[:2]
+    (skipped,) = model.tap(rows, prompt="text", bad_rows="skip").skipped
+    assert (skipped.index, skipped.reason) == (1, "bad row")
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{text},{n}\n" for n, text in enumerate(TEXTS)))
+    found = model.tap(str(tmp_path / "rows.csv"), split="train[1:3]")
+    assert [sample.text for sample in found] == TEXTS[1:3]
+    assert found.labels("label").tolist() == ["1", "2"]
+
+
 def test_strings_chats_and_token_ids_are_data() -> None:
     model = spile.load("embedded")
     (text,) = model.tap(["The cat sat"], taps="residual.0")

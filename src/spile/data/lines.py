@@ -1,9 +1,9 @@
-"""Read the lines of a stream's file from a folder or a bucket, and hash them, in constant memory.
+"""Read the rows of a dataset as lines of JSON, and compare them with what an earlier pass read, in constant memory.
 
-The data of a run must not change, neither between two runs nor during one. A small dataset is read once before the run:
-its identity is the sha256 of the whole file, and a later pass compares the hash of each block before it yields a line.
-A large dataset is not read before the run: :class:`PartReader` hashes its rows part by part as they are read, the
-commits record these hashes, and a later pass compares them before it yields a line.
+The data of a run must not change, neither between two runs nor during one. :class:`PartReader` reads rows in parts and
+hashes each part; if an earlier pass has read the part, it compares the hashes before it yields a line. A small dataset
+is read once before the run: its identity is the sha256 of the whole file, and this pass is the earlier one. A large
+dataset is not read before the run: the commits record its parts as they are read, for the next run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import resources
 from itertools import chain, islice
 from pathlib import Path
+from typing import IO
 
 from spile.errors import DataError, StoreError
 from spile.objects import NotFound, is_remote, open_folder, read_chunks, split
@@ -44,93 +46,19 @@ class Line:
     raw: bytes
 
 
-class BlockHashes:
-    """The sha256 of a file up to the end of each of its blocks."""
-
-    def __init__(self, location: str, known: tuple[bytes, ...] | None = None) -> None:
-        self._location, self._known = location, known
-        self._digest = hashlib.sha256()
-        self._seen: list[bytes] = []
-
-    @property
-    def hexdigest(self) -> str:
-        """The hash of all blocks so far."""
-        return self._digest.hexdigest()
-
-    @property
-    def blocks(self) -> tuple[bytes, ...]:
-        """The recorded hashes, for a later pass to compare with."""
-        return tuple(self._seen)
-
-    def add(self, block: bytes) -> None:
-        """Add the next block; raise :class:`DataError` if an earlier pass saw other bytes."""
-        self._digest.update(block)
-        self._seen.append(self._digest.digest())
-        place = len(self._seen) - 1
-        if self._known is not None and (place >= len(self._known) or self._seen[place] != self._known[place]):
-            self._refuse()
-
-    def end(self) -> None:
-        """Finish; raise :class:`DataError` if an earlier pass saw more blocks."""
-        if self._known is not None and len(self._seen) != len(self._known):
-            self._refuse()
-
-    def again(self) -> BlockHashes:
-        """Return hashes for a pass that must see the same bytes."""
-        return BlockHashes(self._location, self.blocks)
-
-    def _refuse(self) -> None:
-        raise changed(self._location)
-
-
-def changed(location: str) -> DataError:
-    """Return the error for a file whose content changes while a run reads it."""
+def changed(location: str, rows: str = "the rows") -> DataError:
+    """Return the error for data that is not what an earlier pass read, or that changes while it is read."""
     return DataError(
-        f"{location} changed while it was read",
-        expected="the bytes that were hashed when the run began",
-        found="different bytes",
-        fix="restore the file, then run the same command again",
+        f"{location} changed since it was read",
+        expected=f"{rows} as they were",
+        found="other content",
+        fix="restore the data, then run the same command again; or use another --output",
     )
 
 
 def embedded_tasks() -> Path:
     """Return the path of the tasks that ship with the package."""
     return Path(str(resources.files("spile.data") / "embedded" / "tasks.jsonl"))
-
-
-class _Copy:
-    """A local copy of fetched chunks in an unnamed temporary file that disappears with the process."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as its stream
-        weakref.finalize(self, self._file.close)
-        self._sizes: list[int] = []
-        self._whole = True
-
-    def add(self, chunk: bytes) -> None:
-        """Append a chunk. If the disk is full or the copy would be too large, discard the copy."""
-        if not self._whole:
-            return
-        self._sizes.append(len(chunk))
-        try:
-            self._whole = self._file.tell() + len(chunk) <= _MOST_COPIED and self._file.write(chunk) == len(chunk)
-        except OSError:  # a full disk only means that the object is fetched again
-            self._whole = False
-        if not self._whole:
-            self._file.close()
-
-    def ended(self) -> _Copy | None:
-        """Return the complete copy, or None if it was discarded."""
-        if self._whole:
-            self._file.flush()
-        return self if self._whole else None
-
-    def chunks(self) -> Iterator[bytes]:
-        """Yield the same chunks, by positional reads, so that several readers can work at once."""
-        place = 0
-        for size in self._sizes:
-            yield os.pread(self._file.fileno(), size, place)
-            place += size
 
 
 def first_bytes(location: str, most: int) -> tuple[bytes, int]:
@@ -142,9 +70,9 @@ def first_bytes(location: str, most: int) -> tuple[bytes, int]:
 
 
 class StreamFile:
-    """A file of lines: a path, ``embedded``, or an object in a bucket, which is fetched once and then read from a copy.
+    """A file of lines: a path, ``embedded``, or an object in a bucket; or the rows of another source as lines.
 
-    ``rows`` makes the lines of other sources, such as the rows of a table; they are also made only once.
+    What comes over the network is kept in a local copy for the next pass.
     """
 
     def __init__(
@@ -153,21 +81,24 @@ class StreamFile:
         rows: Callable[[int], Iterator[bytes]] | None = None,
         revision: str | None = None,
         turn: tuple[int, int] = (0, 1),
+        *,
+        from_hub: bool = False,
     ) -> None:
         """Open a file.
 
         Args:
             location: Its path, URL or name.
-            rows: Makes the lines from a row number on.
-            revision: What pins the content, which then never changes.
+            rows: Makes the lines of another source from a row number on.
+            revision: The commit of a dataset of the hub, whose content never changes.
             turn: (k, n) reads only one of n streams: rows k, k + n, k + 2n, …, which it numbers from 0.
+            from_hub: Whether ``rows`` come from the hub.
 
         """
         self.location, self.revision = location, revision
         self._stream, self.streams = turn
         self._rows = rows
-        self._remote = is_remote(location)
-        self._copy: _Copy | None = None
+        self._remote, self._from_hub = is_remote(location), from_hub
+        self._copy: IO[bytes] | None = None
         self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
         if not self._remote and rows is None:
             _check(self._path, location)
@@ -175,15 +106,14 @@ class StreamFile:
     def chunks(self) -> Iterator[bytes]:
         """Yield the file's bytes in chunks."""
         if self._copy is not None:
-            yield from self._copy.chunks()
-            return
-        if self._remote or self._rows is not None:
-            copy = _Copy()
-            for chunk in fetched(self.location) if self._rows is None else self._rows(0):
-                copy.add(chunk)
-                yield chunk
-            self._copy = copy.ended()
-            return
+            return _read_copy(self._copy)
+        if self._rows is not None:
+            chunks = self._rows(0)
+        else:
+            chunks = fetch(self.location) if self._remote else self._read_file()
+        return self._copied(chunks) if self._remote or self._from_hub else chunks
+
+    def _read_file(self) -> Iterator[bytes]:
         try:
             with self._path.open("rb") as file:
                 before = os.fstat(file.fileno())
@@ -194,6 +124,19 @@ class StreamFile:
                     yield chunk
         except OSError as error:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
+
+    def _copied(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the chunks, and keep them in a temporary file for the next pass."""
+        with ExitStack() as stack:
+            file = stack.enter_context(tempfile.TemporaryFile(buffering=0))
+            complete = True
+            for chunk in chunks:
+                if complete and not (complete := _append(file, chunk)):
+                    file.close()
+                yield chunk
+            if complete:
+                self._copy = file
+                weakref.finalize(self, stack.pop_all().close)
 
     def read_sibling(self, name: str) -> bytes | None:
         """Return the content of the file ``name`` in the same folder, or None."""
@@ -216,26 +159,23 @@ class StreamFile:
         """The file's name without its folder."""
         return self.location.rsplit("/", 1)[-1] if self._remote or self._rows is not None else self._path.name
 
-    def lines(self, hashes: BlockHashes | None = None) -> Iterator[Line]:
-        """Yield the non-blank lines. With ``hashes``, each line follows after all of its blocks have been checked."""
-        return self._own(self._split(self._hashed(hashes)))
-
     def row_of(self, index: int) -> int:
         """Return the row of the whole dataset that a line of this stream is."""
         return index * self.streams + self._stream
 
-    def _own(self, lines: Iterator[Line]) -> Iterator[Line]:
-        if self.streams == 1:
-            return lines
-        own = (line for line in lines if line.index % self.streams == self._stream)
-        return (Line(line.index // self.streams, line.number, line.raw) for line in own)
+    def lines(self, start: int = 0, digest: hashlib._Hash | None = None) -> Iterator[Line]:
+        """Yield the non-blank lines from index ``start`` on. A table skips the rows before; a file is read through.
 
-    def lines_from(self, start: int) -> Iterator[Line]:
-        """Yield the non-blank lines from index ``start`` on. A table skips the rows before; a file is read through."""
-        row = self.row_of(start)
-        if self._rows is not None:
-            return self._own(self._split(self._rows(row), row))
-        return self._own(line for line in self._split(self._hashed(None)) if line.index >= row)
+        ``digest`` gets all bytes of the file.
+        """
+        first = self.row_of(start)
+        if start and self._rows is not None and self._copy is None:
+            lines = self._split(self._rows(first), first)
+        else:
+            lines = self._split(_hashed(self.chunks(), digest))
+        for line in lines:
+            if line.index >= first and (line.index - self._stream) % self.streams == 0:
+                yield line if self.streams == 1 else Line(line.index // self.streams, line.number, line.raw)
 
     def _split(self, chunks: Iterator[bytes], start: int = 0) -> Iterator[Line]:
         index = number = start
@@ -263,15 +203,29 @@ class StreamFile:
         if line:
             yield Line(index, number + 1, line)
 
-    def _hashed(self, hashes: BlockHashes | None) -> Iterator[bytes]:
-        first = True
-        for chunk in self.chunks():
-            if hashes is not None:
-                hashes.add(chunk)
-            yield chunk.removeprefix(_BYTE_ORDER_MARK) if first else chunk
-            first = False
-        if hashes is not None:
-            hashes.end()
+
+def _hashed(chunks: Iterator[bytes], digest: hashlib._Hash | None) -> Iterator[bytes]:
+    """Yield the chunks of a file without its byte order mark, which belongs to the hash."""
+    for number, chunk in enumerate(chunks):
+        if digest is not None:
+            digest.update(chunk)
+        yield chunk if number else chunk.removeprefix(_BYTE_ORDER_MARK)
+
+
+def _append(file: IO[bytes], chunk: bytes) -> bool:
+    """Append to a copy; return False if it becomes too large or the disk is full."""
+    try:
+        return file.tell() + len(chunk) <= _MOST_COPIED and file.write(chunk) == len(chunk)
+    except OSError:
+        return False
+
+
+def _read_copy(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the bytes of a file by positional reads, so that several readers can work at once."""
+    place = 0
+    while chunk := os.pread(file.fileno(), _CHUNK, place):
+        yield chunk
+        place += len(chunk)
 
 
 _PART_BYTES, _PART_ROWS = 1 << 20, 8192
@@ -279,33 +233,38 @@ _PART_BYTES, _PART_ROWS = 1 << 20, 8192
 
 
 class PartReader:
-    """One pass over a streamed dataset. Its rows are hashed part by part; parts that are known are compared."""
+    """One pass over a dataset. Its rows are hashed part by part; parts that an earlier pass read are compared."""
 
     def __init__(
         self,
         file: StreamFile,
-        head: tuple[int, str],
-        known: Sequence[Part],
-        end: int | None,
+        known: Sequence[Part] = (),
+        *,
+        head: tuple[int, str] | None = None,
+        ended: bool = False,
         needed: Callable[[Part], bool] = lambda _: True,
     ) -> None:
         """Prepare a pass.
 
         Args:
             file: The dataset.
-            head: The number of rows that were read before the run, and their sha256, which the identity holds.
-            known: The parts that earlier runs read, from the first row on.
-            end: The number of all rows, if an earlier run read the last one.
+            known: The parts that earlier passes read, from the first row on.
+            head: Of a streamed dataset: the number of rows that were read before the run, and their sha256, which the
+                identity holds.
+            ended: Whether the known parts are the whole dataset.
             needed: Returns whether a known part has rows that are needed. Others are skipped if the content is pinned,
                 and only compared if it is not.
 
         """
-        self._file, self._head, self._known, self._end, self._needed = file, head, known, end, needed
+        self._file, self._known, self._head, self._ended, self._needed = file, known, head, ended, needed
         self.parts: list[Part] = list(known)
         """The parts that are known or were read so far. The reading thread appends to it."""
 
-    def lines(self) -> Iterator[Line]:
-        """Yield the needed lines; each after the whole part that it belongs to was hashed and compared."""
+    def lines(self, digest: hashlib._Hash | None = None) -> Iterator[Line]:
+        """Yield the needed lines; each after the whole part that it belongs to was hashed and compared.
+
+        ``digest`` gets all bytes of the file if no part is known.
+        """
         row = 0
         source: Iterator[Line] | None = None
         for part in self._known:
@@ -314,63 +273,46 @@ class PartReader:
                 source = source or self._opened(row)
                 lines = list(islice(source, part.rows))
                 if hash_lines(lines) != part.hash:
-                    raise self._differs(part)
+                    raise changed(self._file.location, self._file.span(part))
                 yield from lines if needed else ()
             else:
                 source = None
             row = part.stop
-        if self._end is not None:
-            self._refuse_more(source)
+        if self._ended:
+            self._refuse_more(source, row)
             return
-        source = source or self._opened(row)
+        source = source or self._opened(row, digest)
         while lines := _take(source):
             self.parts.append(Part(row, len(lines), hash_lines(lines)))
             row += len(lines)
             yield from lines
 
-    def compare(self) -> None:
-        """Raise an error if a known part, or the known end, has changed."""
-        source = self._opened(0)
-        for part in self._known:
-            if hash_lines(islice(source, part.rows)) != part.hash:
-                raise self._differs(part)
-        if self._end is not None:
-            self._refuse_more(source)
-
-    def _refuse_more(self, source: Iterator[Line] | None) -> None:
+    def _refuse_more(self, source: Iterator[Line] | None, rows: int) -> None:
         if self._file.revision is None and source is not None and next(source, None) is not None:
             raise DataError(
                 f"{self._file.location} has grown since it was read to its end",
-                expected=f"{self._end:,} rows",
+                expected=f"{rows:,} rows",
                 found="more",
                 fix="restore the data, or use another --output",
             )
 
-    def _opened(self, row: int) -> Iterator[Line]:
+    def _opened(self, row: int, digest: hashlib._Hash | None = None) -> Iterator[Line]:
         """Return the lines from a row on. If the content may change, the first rows must be those of the identity."""
-        source = self._file.lines_from(row)
-        if row or self._file.revision is not None:
+        source = self._file.lines(row, digest)
+        if row or self._head is None or self._file.revision is not None:
             return source
         first = list(islice(source, self._head[0]))
-        if head_hash(first).hexdigest() != self._head[1]:
+        if head_hash(first) != self._head[1]:
             raise changed(self._file.location)
         return chain(first, source)
 
-    def _differs(self, part: Part) -> DataError:
-        return DataError(
-            f"{self._file.location} changed since the run read it",
-            expected=f"{self._file.span(part)} as they were (hash {part.hash})",
-            found="other content",
-            fix="restore the data, then run the same command again; or use another --output",
-        )
 
-
-def head_hash(lines: Iterable[Line]) -> hashlib._Hash:
+def head_hash(lines: Iterable[Line]) -> str:
     """Return the sha256 of the first rows of a streamed dataset."""
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line.raw + b"\n")
-    return digest
+    return digest.hexdigest()
 
 
 def hash_lines(lines: Iterable[Line]) -> str:
@@ -390,7 +332,7 @@ def _take(source: Iterator[Line]) -> list[Line]:
     return lines
 
 
-def fetched(location: str) -> Iterator[bytes]:
+def fetch(location: str) -> Iterator[bytes]:
     """Yield the bytes of an object in a bucket in chunks."""
     folder, key = split(location)
     try:

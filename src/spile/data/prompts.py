@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.grids import Task
 from spile.data.arc.prompts import arc_messages, augment
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
 from spile.data.rows import chat_of, kept_of, refuse_huge, roles_of, row_id, task_of, text_of, tokens_of
@@ -28,7 +29,6 @@ class Draft:
     index: int
     task_id: str
     text: str
-    place: str
     spans: tuple[Span, ...] | None = None
     """The characters of each role; None for plain text."""
     rendered: bool = False
@@ -96,53 +96,46 @@ class Drafter:
 
     def check(self, row: Mapping[str, Any], place: str) -> None:
         """Raise :class:`DataError` if the row cannot become samples; cheaper than making the drafts."""
+        self._parse(row, place)
+
+    def _parse(self, row: Mapping[str, Any], place: str) -> tuple[dict[str, object] | None, Any]:
+        """Return the fields to keep, and the row's task, messages, text, or token ids with their roles."""
         kind, column = self.prompt.kind, self.prompt.column
-        kept_of(row, self.keep, column, place)
+        kept = kept_of(row, self.keep, column, place)
         if kind == "arc":
-            task_of(row, place)
-        elif kind == "chat":
-            chat_of(row, place)
-        elif kind == "tokens":
-            tokens_of(row, column, self.vocabulary, place)
-        else:
-            text_of(row, column, place)
+            return kept, task_of(row, place)
+        if kind == "chat":
+            return kept, chat_of(row, place)
+        if kind == "text":
+            return kept, text_of(row, column, place)
+        tokens = tokens_of(row, column, self.vocabulary, place)
+        return kept, (tokens, roles_of(row, len(tokens), place))
 
-    def drafts(
-        self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool], number: int | None = None
-    ) -> Iterator[Draft]:
-        """Yield the row's drafts in order, except those that are not ``wanted``.
-
-        ``number`` names a row without an id: its number in the dataset, if ``line`` is not that.
-        """
+    def drafts(self, row: Mapping[str, Any], wanted: Sequence[int], place: str, name: str) -> Iterator[Draft]:
+        """Yield the drafts of a row for the samples with these numbers. ``name`` is the id of a row without one."""
+        kept, content = self._parse(row, place)
         if self.prompt.kind == "arc":
-            yield from self._arc(row, line, place, wanted)
+            for index in wanted:
+                yield self._arc(content, index, place, kept)
             return
-        name = row_id(row) or f"line-{line if number is None else number}"
-        kept = kept_of(row, self.keep, self.prompt.column, place)
+        (index,), name = wanted, row_id(row) or name
         if self.prompt.kind == "text":
-            yield Draft(line, name, text_of(row, self.prompt.column, place), place, kept=kept)
+            yield Draft(index, name, content, kept=kept)
         elif self.prompt.kind == "tokens":
-            tokens = tokens_of(row, self.prompt.column, self.vocabulary, place)
-            roles = roles_of(row, len(tokens), place)
-            yield Draft(line, name, "", place, tokens=tokens, roles=roles, kept=kept)
+            yield Draft(index, name, "", tokens=content[0], roles=content[1], kept=kept)
         else:
-            rendered = self._render(chat_of(row, place), place)
-            yield Draft(line, name, rendered.text, place, rendered.spans, rendered=True, kept=kept)
+            rendered = self._render(content, place)
+            yield Draft(index, name, rendered.text, rendered.spans, rendered=True, kept=kept)
 
-    def _arc(self, row: Mapping[str, Any], line: int, place: str, wanted: Callable[[int], bool]) -> Iterator[Draft]:
-        task, kept = task_of(row, place), kept_of(row, self.keep, self.prompt.column, place)
-        count = self.prompt.predictions_per_task
-        for variant in range(count):
-            index = line * count + variant
-            if not wanted(index):
-                continue
-            changed, how = augment(task, self.seed, variant)
-            messages = arc_messages(changed, self._encoder, self.prompt.version)
-            messages = _fold_system(messages) if self._fold else messages
-            rendered = plain_text(messages) if self.template is None else self._render(messages, place)
-            record = how.record() if variant else None
-            templated = self.template is not None
-            yield Draft(index, task.task_id, rendered.text, place, rendered.spans, templated, record, kept=kept)
+    def _arc(self, task: Task, index: int, place: str, kept: dict[str, object] | None) -> Draft:
+        variant = index % self.prompt.predictions_per_task
+        changed, how = augment(task, self.seed, variant)
+        messages = arc_messages(changed, self._encoder, self.prompt.version)
+        messages = _fold_system(messages) if self._fold else messages
+        rendered = plain_text(messages) if self.template is None else self._render(messages, place)
+        record = how.record() if variant else None
+        templated = self.template is not None
+        return Draft(index, task.task_id, rendered.text, rendered.spans, templated, record, kept=kept)
 
     def _render(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
         assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one
@@ -159,44 +152,31 @@ class Drafter:
         return rendered
 
 
-@dataclass(frozen=True, eq=False)
-class Document:
-    """The tokens of a text, without special tokens around them."""
+def pack(
+    documents: Iterable[tuple[str, npt.NDArray[np.int32]]], length: int, tokenizer: Tokenizer
+) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
+    """Concatenate documents (name, tokens) and cut them into sequences of ``length`` tokens; the last may be shorter.
 
-    name: str
-    tokens: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class PackedWindow:
-    """A full sequence of tokens from one or more documents; the last one may be shorter."""
-
-    index: int
-    name: str
-    """``document@offset``: the document and token at which it begins."""
-    tokens: npt.NDArray[np.int32]
-
-
-def pack(documents: Iterable[Document], length: int, tokenizer: Tokenizer) -> Iterator[PackedWindow]:
-    """Concatenate documents and cut them into sequences of ``length`` tokens. Empty documents are ignored."""
+    A sequence is named ``document@offset``: the document and the token at which it begins. Empty documents are ignored.
+    """
     before = [] if tokenizer.bos is None else [tokenizer.bos]
     after = [] if before or tokenizer.eos is None else [tokenizer.eos]
-    index, held, name = 0, 0, ""
+    held, name = 0, ""
     parts: list[npt.NDArray[np.int32]] = []
-    for document in documents:
-        if not len(document.tokens):
+    for document, content in documents:
+        if not len(content):
             continue
-        tokens = np.concatenate([np.array(before, np.int32), document.tokens, np.array(after, np.int32)])
+        tokens = np.concatenate([np.array(before, np.int32), content, np.array(after, np.int32)])
         place = 0
         while place < len(tokens):
             if not held:
-                name = f"{document.name}@{place}"
+                name = f"{document}@{place}"
             piece = tokens[place : place + length - held]
             parts.append(piece)
             held += len(piece)
             place += len(piece)
             if held == length:
-                yield PackedWindow(index, name, np.concatenate(parts))
-                index, held, parts = index + 1, 0, []
+                yield name, np.concatenate(parts)
+                held, parts = 0, []
     if held:
-        yield PackedWindow(index, name, np.concatenate(parts))
+        yield name, np.concatenate(parts)

@@ -176,8 +176,13 @@ class TextFolder(LocatedSource):
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
 
-def refuse_no_rows(data: Any, *, once: bool = False) -> None:
-    """Refuse data of Python that has no rows. ``once``: it is read only once, so an iterator will do."""
+def with_rows(spec: DataSpec, data: Any, *, once: bool = False) -> DataSpec:
+    """Return a spec with rows that are given in Python. ``once``: for one pass in memory, so an iterator will do.
+
+    Raises:
+        SpecError: The object has no rows.
+
+    """
     rows = hasattr(data, "__iter__") and (once or not hasattr(data, "__next__"))
     if isinstance(data, bytes | Mapping) or not (rows or hasattr(data, "to_batches")):
         fix = "pass list(data)" if hasattr(data, "__next__") else None
@@ -187,6 +192,8 @@ def refuse_no_rows(data: Any, *, once: bool = False) -> None:
             found=type(data).__name__,
             fix="pass a list of dicts, one per row" if isinstance(data, Mapping) else fix,
         )
+    found = list(data) if hasattr(data, "__next__") else data
+    return replace(spec, rows=found, dataset=f"Python {type(data).__name__}", worker_id=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,7 +421,8 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
     else:
         _refuse_revision(spec)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
-    return StreamFile(named, partial(_json_lines, source, part, spec.dataset, spec.bad_rows), revision, turn)
+    lines = partial(_json_lines, source, part, spec.dataset, spec.bad_rows)
+    return StreamFile(named, lines, revision, turn, from_hub=isinstance(source, Hub))
 
 
 def _refuse_revision(spec: DataSpec) -> None:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.lines import BlockHashes, Line, PartReader, StreamFile, head_hash
+from spile.data.lines import Line, PartReader, StreamFile, head_hash
 from spile.data.manifest import MANIFEST, check_stream, stream_name
-from spile.data.prompts import Document, Draft, Drafter, pack
+from spile.data.prompts import Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.sources import open_input
-from spile.data.tables import RowSource
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpecError, SpileError
 from spile.objects.folder import iterate_ahead
@@ -43,15 +42,11 @@ class SampleReader:
     """One pass over a stream, tokenized ahead of the consumer."""
 
     def __init__(
-        self,
-        chunks: Iterator[list[Sample | Skip]],
-        counted: list[int],
-        total: int | None,
-        parts: Sequence[Part] = (),
+        self, chunks: Iterator[list[Sample | Skip] | int], total: int | None, parts: Sequence[Part] = ()
     ) -> None:
         self._total, self._end, self.parts = total, list[int](), parts
         """``parts``: the rows of a streamed dataset that were read so far. It grows while the pass goes on."""
-        self._items = _read_ahead(chunks, counted, self._end)
+        self._items = _read_ahead(chunks, self._end)
         self._seen: deque[Sample | Skip | SpileError] = deque()
         """Items that were peeked at and not yet returned."""
 
@@ -90,12 +85,13 @@ class SampleReader:
             self._items.close()
 
 
-def _read_ahead(
-    chunks: Iterator[list[Sample | Skip]], counted: list[int], end: list[int]
-) -> Generator[Sample | Skip, None, None]:
+def _read_ahead(chunks: Iterator[list[Sample | Skip] | int], end: list[int]) -> Generator[Sample | Skip, None, None]:
+    """Yield the items of chunks. ``end`` gets the number of all samples once the consumer has reached it."""
     for chunk in iterate_ahead(chunks, _AHEAD):
-        yield from chunk
-    end.extend(counted)  # only here: the thread may reach the end although the consumer stops earlier
+        if isinstance(chunk, int):
+            end.append(chunk)
+        else:
+            yield from chunk
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +112,8 @@ class SampleStream:
     _spec: DataSpec
     _tokenizer: Tokenizer
     _file: StreamFile
-    _hashes: BlockHashes | None
-    """None for a streamed dataset."""
+    _parts: Sequence[Part] | None
+    """All rows; None for a streamed dataset."""
     _vocabulary: int | None = None
     head: int | None = None
     """For a streamed dataset: the number of rows that were read and checked before the run."""
@@ -141,17 +137,17 @@ class SampleStream:
             end: The number of samples, if an earlier run read a streamed dataset to its end.
 
         """
-        counted: list[int] = []
-        lines, read = self._pass(done, parts, end)
-        total = self.samples if self._hashes is not None else end
-        return SampleReader(self._chunks(done, lines, read, counted), counted, total, read)
+        reader = self._pass(partial(self._needed, done), parts, end)
+        chunks = self._chunks(done, reader)
+        if self._parts is not None:
+            return SampleReader(chunks, self.samples)
+        return SampleReader(chunks, end, reader.parts)
 
-    def _pass(self, done: Ranges, parts: Sequence[Part], end: int | None) -> tuple[Iterator[Line], Sequence[Part]]:
-        """Return the lines with samples that are not done, and the parts of a streamed dataset as they are read."""
-        if self._hashes is not None:
-            return self._file.lines(self._hashes.again()), ()
-        reader = PartReader(self._file, self._first, parts, self._rows(parts, end), partial(self._needed, done))
-        return reader.lines(), reader.parts
+    def _pass(self, needed: Callable[[Part], bool], parts: Sequence[Part], end: int | None) -> PartReader:
+        if self._parts is not None:
+            return PartReader(self._file, self._parts, ended=True, needed=needed)
+        head = (self.head or 0, self.sha256)
+        return PartReader(self._file, parts, head=head, ended=end is not None, needed=needed)
 
     def task_id(self, index: int, parts: Sequence[Part] = (), end: int | None = None) -> tuple[str, Sequence[Part]]:
         """Return the id of a sample without tokenizing it, and the rows that were read to find it.
@@ -159,150 +155,99 @@ class SampleStream:
         The id is the number of the sample if only the tokens would tell it.
         """
         others = Ranges([(0, index), (index + 1, BEYOND)])
-        lines, read = self._pass(others, parts, end)
+        reader = self._pass(partial(self._needed, others), parts, end)
         drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
-        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, drafter, lines)
+        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, drafter, reader)
         found = next((draft.task_id for draft in drafts), f"sample-{index}")
-        return found, read
+        return found, reader.parts if self._parts is None else ()
 
     def compare(self, parts: Sequence[Part], end: int | None) -> None:
         """Raise an error if the rows that earlier runs read have changed. A pinned dataset cannot change."""
-        if self._hashes is None and self.revision is None:
-            reader = PartReader(self._file, self._first, parts, self._rows(parts, end))
-            reader.compare()
-
-    @property
-    def _first(self) -> tuple[int, str]:
-        return self.head or 0, self.sha256
-
-    def _rows(self, parts: Sequence[Part], end: int | None) -> int | None:
-        """Return the number of rows of a streamed dataset, if an earlier run read it to its end."""
-        return None if end is None else sum(part.rows for part in parts)
+        if self._parts is None and self.revision is None:
+            next(self._pass(lambda _: False, parts, end).lines(), None)  # the first line after the known parts
 
     def _needed(self, done: Ranges, part: Part) -> bool:
         """Return whether a part has samples to make. A packed sequence depends on all documents before it."""
         count = self.prompt.predictions_per_task
         return self.prompt.pack or bool(len(Ranges([(part.first * count, part.stop * count)]) - done))
 
-    def _chunks(
-        self, done: Ranges, lines: Iterator[Line], parts: Sequence[Part], counted: list[int]
-    ) -> Iterator[list[Sample | Skip]]:
-        """Yield samples in chunks. ``counted`` gets the number of all samples once all ``lines`` were read."""
+    def _chunks(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
+        """Yield samples in chunks and, if all rows were read, the number of all samples."""
         drafter = Drafter.of(self.prompt, self._spec, self._tokenizer, self._vocabulary)
         if self.prompt.pack:
-            yield from self._windows(done, drafter, lines, counted)
+            yield from self._windows(done, drafter, reader)
             return
         limit = min(self._spec.max_samples or BEYOND, _end_of_wanted(done))
-        for drafts in _chunked(self._drafts(done, limit, drafter, lines)):
+        for drafts in _chunked(self._drafts(done, limit, drafter, reader)):
             encoded = iter(_encode([draft for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
             yield [draft if isinstance(draft, Skip) else self._finished(draft, next(encoded)) for draft in drafts]
-        rows, count = sum(part.rows for part in parts), self.prompt.predictions_per_task
-        if rows * count <= limit:
-            counted += [rows * count] if parts else []
+        samples = sum(part.rows for part in reader.parts) * self.prompt.predictions_per_task
+        if samples <= limit:
+            yield samples
 
-    def _drafts(
-        self, done: Ranges, limit: int | None, drafter: Drafter, lines: Iterator[Line]
-    ) -> Iterator[Draft | Skip]:
+    def _drafts(self, done: Ranges, limit: int, drafter: Drafter, reader: PartReader) -> Iterator[Draft | Skip]:
         count = self.prompt.predictions_per_task
-
-        def wanted(index: int) -> bool:
-            return (limit is None or index < limit) and index not in done
-
-        for line in lines:
+        for line in reader.lines():
             first = line.index * count
-            if limit is not None and first >= limit:
+            if first >= limit:
                 return
-            if any(map(wanted, range(first, first + count))):
-                place = f"{self.location} {self._file.number(line)}"
-                try:
-                    row = self._file.row_of(line.index)
-                    drafts = list(drafter.drafts(parse_row(line.raw, place), line.index, place, wanted, row))
-                except DataError as error:
-                    if self._spec.bad_rows == "error":
-                        raise
-                    error.fix = None  # The row is skipped, so advice on how to skip it is of no use.
-                    reason: dict[str, object] = {"error": error.line()[:_MOST_REASON]}
-                    yield from (
-                        Skip(index, self._file.number(line).replace(" ", "-"), BAD_ROW, reason)
-                        for index in range(first, first + count)
-                        if wanted(index)
-                    )
-                else:
-                    yield from drafts
+            wanted = [index for index in range(first, min(first + count, limit)) if index not in done]
+            if not wanted:
+                continue
+            number = self._file.number(line)
+            place = f"{self.location} {number}"
+            try:
+                row = parse_row(line.raw, place)
+                drafts = list(drafter.drafts(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
+            except DataError as error:
+                if self._spec.bad_rows == "error":
+                    raise
+                error.fix = None  # The row is skipped, so advice on how to skip it is of no use.
+                reason: dict[str, object] = {"error": error.line()[:_MOST_REASON]}
+                yield from (Skip(index, number.replace(" ", "-"), BAD_ROW, reason) for index in wanted)
+            else:
+                yield from drafts
 
-    def _windows(
-        self, done: Ranges, drafter: Drafter, lines: Iterator[Line], counted: list[int]
-    ) -> Iterator[list[Sample | Skip]]:
-        limit, count = self._spec.max_samples, 0
-        documents = self._documents(drafter, lines)
-        for window in pack(documents, self._spec.max_seq_length, self._tokenizer):
-            if limit is not None and window.index >= limit:
+    def _windows(self, done: Ranges, drafter: Drafter, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
+        """Yield packed sequences and, if all rows were read, their number."""
+        limit, index = self._spec.max_samples or BEYOND, 0
+        for name, tokens in pack(self._documents(drafter, reader), self._spec.max_seq_length, self._tokenizer):
+            if index >= limit:
                 return
-            if window.index not in done:
-                roles = self._tokenizer.roles(window.tokens)
-                yield [
-                    Sample(
-                        window.index,
-                        window.name,
-                        window.tokens,
-                        roles,
-                        _preview(self._tokenizer, window.tokens)[:_PREVIEW],
-                    )
-                ]
-            count = window.index + 1
-        counted.append(count)
+            if index not in done:
+                roles, preview = self._tokenizer.roles(tokens), _preview(self._tokenizer, tokens)
+                yield [Sample(index, name, tokens, roles, preview)]
+            index += 1
+        yield index
 
-    def _documents(self, drafter: Drafter, lines: Iterator[Line]) -> Iterator[Document]:
+    def _documents(self, drafter: Drafter, reader: PartReader) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
-        for items in _chunked(self._drafts(Ranges(), None, drafter, lines)):
+        for items in _chunked(self._drafts(Ranges(), BEYOND, drafter, reader)):
             drafts = [item for item in items if isinstance(item, Draft)]
             texts = [draft.text for draft in drafts]
             for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
-                yield Document(draft.task_id, encoded.tokens)
+                yield draft.task_id, encoded.tokens
 
     def _finished(self, draft: Draft, encoded: Encoded) -> Sample | Skip:
-        return _finished(draft, encoded, self._spec, self._tokenizer)
+        count, most = len(encoded.tokens), self._spec.max_seq_length
+        if count == 0 or (draft.tokens is None and not draft.text.strip()):
+            return Skip(draft.index, draft.task_id, "empty")
+        if count > most and self._spec.long == "skip":
+            return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
+        return Sample(
+            index=draft.index,
+            task_id=draft.task_id,
+            tokens=encoded.tokens if count <= most else encoded.tokens[:most].copy(),  # a view would keep all tokens
+            roles=encoded.roles if count <= most else encoded.roles[:most].copy(),
+            preview=draft.text[:_PREVIEW] if draft.tokens is None else _preview(self._tokenizer, draft.tokens),
+            augmentation=draft.augmentation,
+            truncated=max(0, count - most),
+            kept=draft.kept,
+        )
 
 
 def _preview(tokenizer: Tokenizer, tokens: npt.NDArray[np.int32]) -> str:
-    return tokenizer.decode(tokens[: _PREVIEW // 2].tolist())
-
-
-def _finished(draft: Draft, encoded: Encoded, spec: DataSpec, tokenizer: Tokenizer) -> Sample | Skip:
-    count, most = len(encoded.tokens), spec.max_seq_length
-    if count == 0 or (draft.tokens is None and not draft.text.strip()):
-        return Skip(draft.index, draft.task_id, "empty")
-    if count > most and spec.long == "skip":
-        return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
-    return Sample(
-        index=draft.index,
-        task_id=draft.task_id,
-        tokens=encoded.tokens if count <= most else encoded.tokens[:most].copy(),  # a view would keep all tokens
-        roles=encoded.roles if count <= most else encoded.roles[:most].copy(),
-        preview=(draft.text if draft.tokens is None else _preview(tokenizer, draft.tokens))[:_PREVIEW],
-        augmentation=draft.augmentation,
-        truncated=max(0, count - most),
-        kept=draft.kept,
-    )
-
-
-def make_samples(
-    source: RowSource, location: str, spec: DataSpec, tokenizer: Tokenizer, vocabulary: int
-) -> tuple[PromptSpec, list[Sample | Skip]]:
-    """Return the prompt options, with the kind resolved, and all samples of a small source, in order and in memory."""
-    drafts: list[Draft] = []
-    drafter: Drafter | None = None
-    for row in source.rows(0, None):
-        place = f"{location} {row.place}"
-        if row.problem is not None or not isinstance(row.data, dict):
-            raise DataError(place, expected="a usable row", found=row.problem or "a row that is not an object")
-        if drafter is None:
-            drafter = Drafter.of(resolve(spec.prompt, row.data, place), spec, tokenizer, vocabulary)
-        drafts += drafter.drafts(row.data, row.number, place, lambda _index: True)
-    if drafter is None:
-        raise DataError(f"{location} is empty", expected="at least one row", found="none")
-    encoded = _encode(drafts, tokenizer)
-    return drafter.prompt, [_finished(*each, spec, tokenizer) for each in zip(drafts, encoded, strict=True)]
+    return tokenizer.decode(tokens[: _PREVIEW // 2].tolist())[:_PREVIEW]
 
 
 def open_stream(
@@ -338,19 +283,20 @@ def open_stream(
     if whole is None:
         known = stored is not None and stored.head is None
         whole = known or manifest is not None or spec.expect_split is not None
-    hashes = BlockHashes(file.location)
-    check = partial(_checked_row, file=file, spec=spec, tokenizer=tokenizer, vocabulary=vocabulary)
-    most = _FirstRows(HEAD // file.streams, HEAD_ROWS // file.streams)
-    most = most if stored is None or stored.head is None else _FirstRows(None, stored.head)
-    rows, first, drafter = _read_first(file.lines(hashes), check, spec, None if whole else most)
-    streamed = first is not None
+    most = (HEAD // file.streams, HEAD_ROWS // file.streams)
+    if stored is not None and stored.head is not None:
+        most = (BEYOND, stored.head)
+    digest, reader = hashlib.sha256(), PartReader(file)
+    make = partial(Drafter.of, data=spec, tokenizer=tokenizer, vocabulary=vocabulary)
+    rows, head, drafter = _read_first(file, reader.lines(digest), spec, make, None if whole else most)
     if drafter is None:
         found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    streams, split = _split_of(file, spec, manifest, None if streamed else hashes.hexdigest)
+    streamed = head is not None
+    streams, split = _split_of(file, spec, manifest, None if streamed else digest.hexdigest())
     return SampleStream(
         location=file.location,
-        sha256=hashes.hexdigest if first is None else first,
+        sha256=digest.hexdigest() if head is None else head,
         lines=None if streamed else rows,
         prompt=drafter.prompt,
         streams=streams,
@@ -358,7 +304,7 @@ def open_stream(
         _spec=spec,
         _tokenizer=tokenizer,
         _file=file,
-        _hashes=None if streamed else hashes,
+        _parts=None if streamed else reader.parts,
         _vocabulary=vocabulary,
         head=rows if streamed else None,
     )
@@ -378,16 +324,6 @@ def _split_of(
     return len(split.streams), split.digest()
 
 
-class _FirstRows(NamedTuple):
-    """How much of a dataset is read before the run. An earlier run has fixed the number of rows."""
-
-    size: int | None
-    rows: int
-
-    def reached(self, size: int, rows: int) -> bool:
-        return rows >= self.rows or (self.size is not None and size >= self.size)
-
-
 def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
     """Return whether the dataset is larger than what is read before a run, and has at least ``least`` rows.
 
@@ -395,23 +331,24 @@ def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
         DataError: The first row cannot be used.
 
     """
-    size, most = 0, _FirstRows(HEAD, HEAD_ROWS)
+    size = 0
     for rows, line in enumerate(file.lines(), 1):
         if rows == 1:
             resolve(prompt, parse_row(line.raw, file.location), file.location)
         size += len(line.raw)
-        if rows >= least and most.reached(size, rows):
+        if rows >= least and (size >= HEAD or rows >= HEAD_ROWS):
             return True
     return False
 
 
 def _read_first(
+    file: StreamFile,
     lines: Iterator[Line],
-    check: Callable[[Line, Drafter | None], Drafter | None],
     spec: DataSpec,
-    most: _FirstRows | None,
+    make: Callable[[PromptSpec], Drafter],
+    most: tuple[int, int] | None,
 ) -> tuple[int, str | None, Drafter | None]:
-    """Read and check the first rows up to the limit ``most``, or all rows if it is None.
+    """Read and check the first rows, up to ``most`` bytes or rows, or all rows if it is None.
 
     Returns:
         The number of rows; their hash if more rows follow; the drafter that the first usable row decides.
@@ -423,37 +360,21 @@ def _read_first(
     for line in lines:
         rows += 1
         if last is None or line.index < last:
-            drafter = check(line, drafter)
-            last = None if drafter is None else lines_needed(spec, drafter.prompt)
-        if most is None:
-            continue
-        first.append(line)
-        size += len(line.raw)
-        if most.reached(size, rows):
-            return rows, head_hash(first).hexdigest(), drafter
+            place = f"{file.location} {file.number(line)}"
+            try:
+                row = parse_row(line.raw, place)
+                checked = drafter or make(resolve(spec.prompt, row, place))
+                checked.check(row, place)
+                drafter, last = checked, lines_needed(spec, checked.prompt)
+            except DataError:
+                if spec.bad_rows == "error":
+                    raise
+        if most is not None:
+            first.append(line)
+            size += len(line.raw)
+            if size >= most[0] or rows >= most[1]:
+                return rows, head_hash(first), drafter
     return rows, None, drafter
-
-
-def _checked_row(
-    line: Line,
-    drafter: Drafter | None,
-    *,
-    file: StreamFile,
-    spec: DataSpec,
-    tokenizer: Tokenizer,
-    vocabulary: int | None,
-) -> Drafter | None:
-    """Check that a row can become samples; return the drafter, which the first usable row decides."""
-    place = f"{file.location} {file.number(line)}"
-    try:
-        row = parse_row(line.raw, place)
-        checked = drafter or Drafter.of(resolve(spec.prompt, row, place), spec, tokenizer, vocabulary)
-        checked.check(row, place)
-    except DataError:
-        if spec.bad_rows == "error":
-            raise
-        return drafter
-    return checked
 
 
 def _end_of_wanted(done: Ranges) -> int:

@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from spile.data.lines import LONGEST_LINE, fetched
+from spile.data.lines import LONGEST_LINE, fetch
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
 from spile.objects.folder import read_ahead
@@ -106,7 +106,7 @@ class Parquet(LocatedSource):
             return self.path.open("rb")
         with ExitStack() as stack:
             file = stack.enter_context(tempfile.TemporaryFile())
-            for chunk in fetched(self.location):
+            for chunk in fetch(self.location):
                 file.write(chunk)
             file.seek(0)
             stack.pop_all()  # the caller closes the file

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.sources import PythonRows, RowRange, open_source, refuse_no_rows
-from spile.data.stream import make_samples
-from spile.data.tables import RowSource
+from spile.data.sources import default_keep, with_rows
+from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError, naming
 from spile.models.attention import choose
@@ -28,7 +27,8 @@ from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
 from spile.spec.positions import MEAN, choose_positions
-from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, RunSpec, make_spec
+from spile.spec.ranges import Ranges
+from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, PromptVersion, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
 from spile.worker.batches import Batch, BatchPlan, batches
@@ -64,7 +64,7 @@ class TapOptions(TypedDict, total=False):
     template_from: str | None
     column: str
     grid_encoder: str
-    prompt_version: str
+    prompt_version: PromptVersion
     max_seq_length: int
     long: LongPolicy
     seed: int
@@ -246,32 +246,23 @@ class Model:
 
     def _samples(self, data: Any, spec: RunSpec) -> list[Sample | Skip]:
         """Tokenize the data, and choose the positions whose rows are returned."""
-        source: RowSource
-        if isinstance(data, str):
-            if " " in data and not Path(data).exists():
-                found = repr(data if len(data) < 40 else f"{data[:40]}…")
-                raise SpecError(
-                    "data", expected="a list of texts, or a dataset", found=found, fix="pass a list: [text]"
-                )
-            part = RowRange.parse(spec.data.split)
-            source = open_source(
-                data, column=spec.data.prompt.column, split=part.split, revision=spec.data.dataset_revision
-            )
+        if not isinstance(data, str):
+            source = replace(with_rows(spec.data, data, once=True), keep=(EVERY_FIELD,))
+        elif " " in data and not Path(data).exists():
+            found = repr(data if len(data) < 40 else f"{data[:40]}…")
+            raise SpecError("data", expected="a list of texts, or a dataset", found=found, fix="pass a list: [text]")
         else:
-            refuse_no_rows(data, once=True)
-            source = PythonRows(data, spec.data.prompt.column, (EVERY_FIELD,))
-        location = data if isinstance(data, str) else source.origin["dataset"]
-        keep = replace(spec.data, keep=() if isinstance(data, str) else (EVERY_FIELD,))
+            source = replace(spec.data, dataset=data, keep=default_keep(data))
         tokenizer = self.tokenizer
         if spec.data.prompt.template_from is not None:
             tokenizer = prompt_tokenizer(self.files, spec.data.prompt, optional=True)
-        prompt, items = make_samples(source, str(location), keep, tokenizer, self.files.config.vocab_size)
-        refuse_no_answers(spec, prompt.kind)
+        stream = open_stream(source, tokenizer, self.files.config.vocab_size, whole=True)
+        refuse_no_answers(spec, stream.prompt.kind)
         return [
             item
             if isinstance(item, Skip)
             else replace(item, positions=choose_positions(spec.positions, spec.data.seed, item.index, item.roles))
-            for item in items
+            for item in stream.read(Ranges())
         ]
 
     # -- computing ------------------------------------------------------------------------------------------------

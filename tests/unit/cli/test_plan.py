@@ -12,6 +12,7 @@ import pytest
 import spile
 import spile.models
 from spile.cli.main import main
+from spile.data import lines as lines_module
 from spile.data import stream
 from spile.data.lines import StreamFile
 from spile.errors import SpecError
@@ -133,8 +134,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A dataset of 2,000 rows, of which 100 are few enough to be read before a run."""
+    """A dataset of 2,000 rows, of which 100 are few enough to be read before a run, in parts of 20 rows."""
     monkeypatch.setattr(stream, "HEAD_ROWS", 100)
+    monkeypatch.setattr(lines_module, "_PART_ROWS", 20)
     data = tmp_path / "large.jsonl"
     data.write_text("".join(json.dumps({"text": "word " * (1 + n % 7)}) + "\n" for n in range(2000)))
     return data

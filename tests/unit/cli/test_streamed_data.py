@@ -57,7 +57,7 @@ def test_an_edit_between_two_commands_is_one_line(
     lines(large, *ROWS[:17], {"text": "dog"}, *ROWS[18:])
     assert run(output, large) == 2
     said = capfd.readouterr().err
-    assert "texts.jsonl changed since the run read it: expected lines 17 to 24 as they were" in said
+    assert "texts.jsonl changed since it was read: expected lines 17 to 24 as they were" in said
     assert verify(str(output)).streams[0].samples == before
     lines(large, *ROWS)
     assert run(output, large) == 0

@@ -110,6 +110,7 @@ def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
     assert (stream.head, stream.lines, stream.revision) == (10, None, "abc")
     reader = stream.read(Ranges())
     assert len(list(reader)) == reader.total == 300
+    stream = open_stream(DataSpec(dataset="someone/rows"), chatml)  # the next run, without a copy of the rows
     opened.clear()
     left = list(stream.read(Ranges([(0, 265), (270, 300)]), reader.parts, 300))
     assert [item.task_id for item in left if isinstance(item, Sample)] == [str(n) for n in range(265, 270)]

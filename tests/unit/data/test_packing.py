@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.data.prompts import Document, pack
+from spile.data.prompts import pack
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.spec.ranges import Ranges
@@ -31,20 +31,17 @@ def test_windows_are_the_documents_one_after_another(
     kind: str, sizes: list[int], length: int, with_bos: Tokenizer, chatml: Tokenizer, bare: Tokenizer
 ) -> None:
     tokenizer = {"with_bos": with_bos, "chatml": chatml, "bare": bare}[kind]
-    documents = [
-        Document(f"d{n}", np.arange(100 * n + 5, 100 * n + 5 + size, dtype=np.int32)) for n, size in enumerate(sizes)
-    ]
+    documents = [(f"d{n}", np.arange(100 * n + 5, 100 * n + 5 + size, dtype=np.int32)) for n, size in enumerate(sizes)]
     expected: list[int] = []
-    for document in documents:
-        if len(document.tokens):
+    for _, content in documents:
+        if len(content):
             before = [tokenizer.bos] if tokenizer.bos is not None else []
             after = [tokenizer.eos] if tokenizer.bos is None and tokenizer.eos is not None else []
-            expected += [*before, *document.tokens.tolist(), *after]
-    windows = list(pack(documents, length, tokenizer))
-    assert [token for window in windows for token in window.tokens.tolist()] == expected
-    assert all(len(window.tokens) == length for window in windows[:-1])
-    assert all(1 <= len(window.tokens) <= length for window in windows)
-    assert [window.index for window in windows] == list(range(len(windows)))
+            expected += [*before, *content.tolist(), *after]
+    windows = [tokens for _, tokens in pack(documents, length, tokenizer)]
+    assert [token for window in windows for token in window.tolist()] == expected
+    assert all(len(window) == length for window in windows[:-1])
+    assert all(1 <= len(window) <= length for window in windows)
 
 
 def test_a_packed_stream(jsonl: Write, with_bos: Tokenizer) -> None:

@@ -112,10 +112,10 @@ def test_every_edit_between_two_runs_is_found(name: str, tmp_path: Path, chatml:
         stream = open_stream(spec, chatml)
         for done in (NONE, Ranges([(0, 90)]), Ranges([(0, 100)])):
             seen: list[Sample | Skip] = []
-            with pytest.raises(DataError, match=r"changed since the run read it: expected \w+s [\d,]+ to"):
+            with pytest.raises(DataError, match=r"changed since it was read: expected \w+s [\d,]+ to"):
                 seen.extend(stream.read(done, reader.parts, 100))
             assert texts(seen, chatml).items() <= right.items(), "nothing is made of the edit"
-        with pytest.raises(DataError, match="changed since the run read it"):
+        with pytest.raises(DataError, match="changed since it was read"):
             stream.compare(reader.parts, 100)
     for rows, words in ((ROWS[:-1], "changed since"), ([*ROWS, ROWS[0]], "has grown since it was read to its end")):
         stream = open_stream(write(tmp_path / name, rows), chatml)
@@ -145,12 +145,12 @@ def test_an_edit_while_a_file_is_read_is_found(
 ) -> None:
     monkeypatch.setattr(lines_module, "_CHUNK", 512)
     spec = write(tmp_path / "x.jsonl", ROWS)
-    lines = StreamFile(spec.dataset).lines_from(0)
+    lines = StreamFile(spec.dataset).lines()
     next(lines)
     with (tmp_path / "x.jsonl").open("r+b") as file:
         file.seek(3000)
         file.write(b"dog" * 1000)
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed since it was read"):
         list(lines)
 
 
