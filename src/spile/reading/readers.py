@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +129,8 @@ class ShuffledReaders(ABC):
             wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
                 ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
+        if unknown := wanted.keys() - SelectionOptions.__annotations__.keys():
+            raise _unknown_argument(min(unknown))
         known, window = _parse_context(context)
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
         source = self._source(names, BlockOptions(Selection(**wanted), known, window, streams))
@@ -181,6 +184,12 @@ class ShuffledReaders(ABC):
         from spile.reading.grain_rows import GrainRows
 
         return GrainRows(self, tap, **how)
+
+
+def _unknown_argument(name: str) -> TypeError:
+    near = difflib.get_close_matches(name, ShuffleOptions.__annotations__, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"shuffled() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _parse_context(context: bool | int) -> tuple[bool, int]:

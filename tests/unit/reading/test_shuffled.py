@@ -245,6 +245,14 @@ def test_what_a_caller_gets_wrong() -> None:
         dataset.shuffled("attn.1", 64, seed=7, state=state)
 
 
+@pytest.mark.parametrize("reader", ["shuffled", "torch", "jax", "grain"])
+def test_an_unknown_argument_is_named_with_the_nearest_known_one(reader: str) -> None:
+    if reader != "shuffled":
+        pytest.importorskip(reader)
+    with pytest.raises(TypeError, match=r"shuffled\(\) got .* 'batch_size'\. Did you mean 'batch_rows'\?"):
+        getattr(made(), reader)("attn.1", batch_size=4)
+
+
 def test_its_quality_is_reported() -> None:
     dataset = made(cut=4)
     assert dataset.shuffled("attn.1").quality == "a full permutation"
