@@ -56,6 +56,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         self.streams = tuple(streams)
         self._opened: OrderedDict[tuple[int, str], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
+        self._tokenizer: Tokenizer | UserError | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[str, str | None]]:
         """Pickle the address only: the worker process of a data loader opens the dataset again."""
@@ -160,29 +161,43 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         """
         return sample_labels(self, name, RowChoice(positions, include, exclude))
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model that was run, from the hub's cache or from the model's folder."""
+        """The tokenizer of the model that was run, from the hub's cache or from the model's folder.
+
+        An error is kept, too: open the dataset again to try again.
+        """
+        found = self.find_tokenizer()
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def find_tokenizer(self) -> Tokenizer | UserError:
+        """Return the tokenizer, or the error of the first attempt: a hub that does not answer is asked only once."""
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = self._load_tokenizer()
+            except UserError as error:
+                self._tokenizer = error
+        return self._tokenizer
+
+    def _load_tokenizer(self) -> Tokenizer:
         from spile.data.tokens import load_tokenizer
         from spile.models import model_files
 
         name, revision = (self.run.model, self.run.revision) if self._model is None else (self._model, None)
+        fix = 'name the model of this run: spile.open(root, model="…")'
         try:
             files = model_files.find(name, revision, weights=False, read=no_config)
             found = load_tokenizer(files.tokenizer_folder)
             wrong = files.tokenizer_hash() != self.run.tokenizer
         except SpileError as error:
             raise UserError(
-                f"no tokenizer for {self.root.url}",
-                expected=f"the model {name}",
-                found=str(error),
-                fix='name the model of this run: spile.open(root, model="…")',
+                f"no tokenizer for {self.root.url}", expected=f"the model {name}", found=str(error), fix=fix
             ) from error
         if wrong:
             raise UserError(
-                f"{name} has another tokenizer than the run",
-                expected=f"hash {self.run.tokenizer}",
-                fix='name the model of this run: spile.open(root, model="…")',
+                f"{name} has another tokenizer than the run", expected=f"hash {self.run.tokenizer}", fix=fix
             )
         return found
 

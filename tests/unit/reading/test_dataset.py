@@ -388,3 +388,24 @@ def test_ledgers_are_read_side_by_side(tmp_path: Path) -> None:
             return self.inner.list(prefix)
 
     assert len(open_dataset(Waiting(root)).samples) == 0
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt may take minutes, and every sample of a notebook asks for its text."""
+    asked = []
+
+    def find(name: str, *_: object, **__: object) -> None:
+        asked.append(name)
+        raise StoreError(f"{name} cannot be reached")
+
+    monkeypatch.setattr("spile.models.model_files.find", find)
+    produce(folder, 6)
+    dataset = open_dataset(folder)
+    for sample in dataset:
+        with pytest.raises(UserError, match=r"no tokenizer for .* cannot be reached"):
+            _ = sample.text
+        assert sample.shown_texts()[0] == f" {sample.tokens[0]}"
+    assert len(asked) == 1
+    with pytest.raises(UserError, match="cannot be reached"):
+        open_dataset(folder).decode(1)
+    assert len(asked) == 2

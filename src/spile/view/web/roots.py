@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -39,32 +39,6 @@ COLUMNS = (
 """The columns of the table of streams, in the order of a row's values."""
 
 
-class _Texts:
-    """Loads a tokenizer in a thread: the hub may not answer for minutes, and pages show token ids until then."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._found: Tokenizer | None = None
-        self._end = time.monotonic() + _PATIENCE
-        self._loading = threading.Thread(target=self._load, args=(dataset,), name="tokenizer", daemon=True)
-        self._loading.start()
-
-    def _load(self, dataset: Dataset) -> None:
-        with suppress(SpileError, OSError):
-            self._found = vars(Dataset)["tokenizer"].func(dataset)  # The instance has this object instead.
-
-    def _ready(self) -> Tokenizer:
-        self._loading.join(max(0.0, self._end - time.monotonic()))
-        if self._found is None:
-            raise UserError("the tokenizer of the model was not found", fix="name the model with --model")
-        return self._found
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self._ready().decode(tokens)
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        return self._ready().pieces(tokens)
-
-
 class Root:
     """One dataset on the command line, and its fleet if it has one."""
 
@@ -83,7 +57,9 @@ class Root:
         self._reader = SnapshotReader(self.folder, clock)
         self._lock, self._snapshot_lock = threading.Lock(), threading.Lock()
         self._dataset = dataset
-        self._texts: _Texts | None = None
+        self._loading: threading.Thread | None = None
+        """Loads the tokenizer: the hub may not answer for minutes, and pages show token ids until then."""
+        self._loaded: Tokenizer | UserError = UserError("the tokenizer of the model is not loaded yet")
         self._opened = clock()
         self._snapshot: Snapshot | None = None
 
@@ -95,9 +71,20 @@ class Root:
                 known = open_dataset(self.url, self._model)
                 self._opened = self._clock()
             self._dataset = known
-            self._texts = self._texts or _Texts(known)
-            known.__dict__["tokenizer"] = self._texts  # It replaces the cached property.
+            if self._loading is None:
+                self._loading = threading.Thread(target=self._load_tokenizer, args=(known.find_tokenizer,), daemon=True)
+                self._loading.start()
+                self._deadline = time.monotonic() + _PATIENCE
+            known.find_tokenizer = self._find_tokenizer  # type: ignore[method-assign]
             return known
+
+    def _load_tokenizer(self, find: Callable[[], Tokenizer | UserError]) -> None:
+        self._loaded = find()
+
+    def _find_tokenizer(self) -> Tokenizer | UserError:
+        if self._loading is not None:
+            self._loading.join(max(0.0, self._deadline - time.monotonic()))
+        return self._loaded
 
     def open_soon(self) -> None:
         """Open the dataset in a thread, while the browser loads the page. A request reports an error."""
