@@ -71,8 +71,6 @@ class StreamView:
     retries: int = 0
     last_error: str | None = None
     log_tail: tuple[str, ...] = ()
-    machine: str | None = None
-    """The machine's own status (READY, PREEMPTED …) if there is a fleet."""
     streams: int | None = None
     """The number of streams of the split; None if the stream's record does not state it."""
     quarantined: tuple[str, ...] = ()

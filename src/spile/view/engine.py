@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from rich.console import Console, Group
@@ -18,7 +18,7 @@ from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
-from spile.view.table import Lasting, headline, totals_line
+from spile.view.table import Lasting, headline, print_event, print_facts, totals_line
 from spile.worker.signals import handled
 
 _LINE_EVERY = 10.0
@@ -31,10 +31,9 @@ class EngineView:
     console: Console
     reader: SnapshotReader
     live: Live | None = None
-    clock: Callable[[], float] = time.monotonic
     asked: int = 0
     """Number of Ctrl+C or SIGTERM signals received."""
-    _line_due: float = field(default=0.0)
+    _line_due: float = 0.0
     _last: str = ""
 
     def stop(self, number: int, _frame: FrameType | None) -> None:
@@ -45,7 +44,7 @@ class EngineView:
 
     def log(self, line: str) -> None:
         """Print an event above the table, or as a line of the log."""
-        self.console.print(Text.assemble(("· ", "dim"), line), soft_wrap=True)
+        print_event(self.console, line)
 
     def observe(self, supervisor: Supervisor) -> Mapping[int, StreamView]:
         """Read the state of the dataset and show it."""
@@ -57,8 +56,8 @@ class EngineView:
         state = _state(supervisor)
         if self.live is not None:
             self.live.update(Group(render(snapshot), Text(state)), refresh=True)
-        elif self.clock() >= self._line_due:
-            self._line_due = self.clock() + _LINE_EVERY
+        elif time.monotonic() >= self._line_due:
+            self._line_due = time.monotonic() + _LINE_EVERY
             line = f"{state}; {_totals(snapshot)}"
             if line != self._last:
                 self.console.print(line, markup=False, soft_wrap=True)
@@ -75,19 +74,17 @@ class EngineView:
             totals = f"not seen: {error}"
         again = outcome.attempts - streams
         more = f", {counted(again, 'attempt')} more than streams" if again > 0 else ""
-        self._print("activations", root)
-        self._print("streams", f"{outcome.done} of {streams} done{more}")
-        self._print("dataset", totals)
-        for line in quarantined:
-            self._print("quarantined", line.removeprefix("quarantined "))
-        for number, problem in outcome.failed.items():
-            self._print("given up", f"stream {number}: {problem}")
         bound = "" if max_samples is None else f" --max-samples {max_samples}"
-        whole = outcome.done == streams
-        self._print("next", f"spile verify {root}{bound}" if whole else "the same command again resumes")
-
-    def _print(self, name: str, text: str) -> None:
-        self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
+        complete = outcome.done == streams
+        facts = [
+            ("activations", root),
+            ("streams", f"{outcome.done} of {streams} done{more}"),
+            ("dataset", totals),
+            *(("quarantined", line.removeprefix("quarantined ")) for line in quarantined),
+            *(("given up", f"stream {number}: {problem}") for number, problem in outcome.failed.items()),
+            ("next", f"spile verify {root}{bound}" if complete else "the same command again resumes"),
+        ]
+        print_facts(self.console, facts)
 
 
 def _state(supervisor: Supervisor) -> str:

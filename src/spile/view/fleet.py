@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from spile.fleet.monitor import FleetStatus, WorkerStatus
@@ -20,43 +18,39 @@ from spile.view import table
 from spile.view.table import (
     COUNTS,
     Column,
-    Fitting,
+    Dashboard,
     ago,
     counts_line,
-    draw,
-    footer,
     headline,
     health_line,
-    keep_rows,
-    one_line_each,
-    share_height,
     totals_line,
 )
 
-_NEWS = 6
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
 
 
-def render(status: FleetStatus, *, interval: float | None = None, height: int | None = None) -> RenderableType:
-    """Return the dashboard. With ``height``, texts are cut to one line and healthy workers omitted so that it fits."""
+def render(status: FleetStatus, interval: float | None = None, height: int | None = None) -> RenderableType:
+    """Return the dashboard. With ``height``, texts are truncated and healthy workers omitted so that it fits."""
     status = _report_quota_once(status)
     zones = len(status.fleet.zones)
     head = [
-        Text("ACTIVATION EXTRACTION - LIVE MONITORING", style="bold"),
-        Text(f"Bucket: {status.fleet.root}    Fleet: {status.fleet.name}"),
-        Text(f"Total workers: {len(status.workers)} across {zones} zone{'s' * (zones != 1)}"),
+        "ACTIVATION EXTRACTION - LIVE MONITORING",
+        f"Bucket: {status.fleet.root}    Fleet: {status.fleet.name}",
+        f"Total workers: {len(status.workers)} across {zones} zone{'s' * (zones != 1)}",
     ]
     if interval is not None:
-        head.append(Text(f"Check interval: {interval:g} s"))
-    news, foot, room = _news(status), partial(footer, status, status.taken, interval), None
-    if height is not None:
-        log = "all are in the fleet's log"
-        news, room = share_height(height, len(head) + len(foot()), news, len(status.workers), log)
-    lines = [*head, *foot(news)]
-    if height is not None:
-        one_line_each(lines)
-    table = Fitting(partial(_table, status, room), _SPARE, [column.title for column in _COLUMNS if column.cut])
-    return Group(*lines[: len(head)], Text(""), table, Text(""), *lines[len(head) :])
+        head.append(f"Check interval: {interval:g} s")
+    dashboard = Dashboard(
+        head=head,
+        columns=_COLUMNS,
+        spare=_SPARE,
+        rows=status.workers,
+        rank=lambda each: (not each.past.gave_up, not each.needs_recovery, each.healthy),
+        whole=status,
+        news=_news(status),
+        elsewhere="all are in the fleet's log",
+    )
+    return dashboard.render(interval, height)
 
 
 def _report_quota_once(status: FleetStatus) -> FleetStatus:
@@ -75,11 +69,6 @@ def _report_quota_once(status: FleetStatus) -> FleetStatus:
 
 def _waits_for_quota(each: WorkerStatus) -> bool:
     return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
-
-
-def _rank(each: WorkerStatus) -> tuple[bool, bool, bool]:
-    """Sort workers with problems first."""
-    return not each.past.gave_up, not each.needs_recovery, each.healthy
 
 
 def _view(each: WorkerStatus) -> StreamView:
@@ -114,14 +103,6 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
 )
 _SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
 """The columns that are omitted first in a narrow terminal."""
-
-
-def _table(status: FleetStatus, room: int | None, without: Collection[str]) -> Table:
-    shown, more = keep_rows(status.workers, room, _rank)
-    table = draw([column for column in _COLUMNS if column.title not in without], shown, status)
-    if more:
-        table.add_row(f"… and {more} more")
-    return table
 
 
 def _status_word(each: WorkerStatus) -> str:
@@ -161,11 +142,7 @@ def _news(status: FleetStatus) -> list[Text]:
         lines.append(Text(_watched_by(status), style="yellow"))
     lines += [Text(f"{names}: {reason}", style="red") for reason, names in _given_up(status)]
     lines += [Text(line, style="yellow") for line in status.snapshot.quarantined]
-    news = (*status.problems, *status.actions)
-    lines += [Text(line, style="yellow") for line in news[:_NEWS]]
-    if len(news) > _NEWS:
-        lines.append(Text(f"… and {len(news) - _NEWS} more actions; all are in the fleet's log", style="yellow"))
-    return lines
+    return lines + [Text(line, style="yellow") for line in (*status.problems, *status.actions)]
 
 
 def _given_up(status: FleetStatus) -> Iterator[tuple[str, str]]:
@@ -221,12 +198,7 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetStatus:
     """Show a fleet until its work is over, then print the result and the next command."""
-
-    def draws(status: FleetStatus) -> RenderableType:
-        return render(status, interval=interval, height=console.height)  # The height may change between rounds.
-
-    with table.showing(console, draws, plain_lines) as show:
-        status = table.watch(look, show, lambda seen: seen.over, console, interval=interval, sleep=sleep)
+    status = table.watch(look, render, plain_lines, lambda seen: seen.over, console, interval=interval, sleep=sleep)
     ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"

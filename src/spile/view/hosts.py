@@ -19,6 +19,7 @@ from spile.errors import Failure, SpecError
 from spile.hosts.files import RESULTS
 from spile.hosts.hosts import Host
 from spile.hosts.run import HostOutcome
+from spile.view.table import NO_WIDTH
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
 LONGEST = 1 << 16
@@ -122,43 +123,22 @@ class Output(Console):
         raise BrokenPipeError
 
 
-def outcome_table(outcomes: Sequence[HostOutcome], logs: Logs) -> Table:
-    """Return a table with host, exit code, cause, seconds and log."""
+def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
+    """Print host, exit code, seconds, log and cause, and write them as ``outcome.json`` next to the logs."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (("host", "left"), ("code", "right"), ("", "left"), ("seconds", "right"), ("log", "left")):
-        # The end of a host's name is its number, so the name and the code are not cut.
-        whole = heading in ("host", "code", "seconds")
-        width = max((len(outcome.host.label) for outcome in outcomes), default=4) if heading == "host" else None
-        table.add_column(heading, justify=justify, no_wrap=whole, overflow="fold", min_width=width)  # type: ignore[arg-type]
+    # The end of a host's name is its number, so the name is not cut.
+    longest = max((len(outcome.host.label) for outcome in outcomes), default=4)
+    table.add_column("host", no_wrap=True, min_width=longest)
+    table.add_column("code", no_wrap=True, justify="right")
+    table.add_column("seconds", no_wrap=True, justify="right")
+    table.add_column("log", overflow="fold")
+    table.add_column("", overflow="fold")
     for outcome in outcomes:
         style = "dim" if outcome.stopped else "green" if outcome.code == 0 else "red"
-        path = logs.path(outcome.host)
-        table.add_row(
-            outcome.host.label,
-            str(outcome.code),
-            _story(outcome),
-            f"{outcome.seconds:.1f}",
-            str(path or ""),
-            style=style,
-        )
-    return table
-
-
-def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console) -> None:
-    """Print the table, and write it as ``outcome.json`` next to the logs."""
-    if console.is_terminal:
-        console.print(outcome_table(outcomes, logs))
-    else:  # Print lines without wrapping, for grep and for logs.
-        console.print("host  code  seconds  log", markup=False)
-        for outcome in outcomes:
-            story = _story(outcome)
-            words = [
-                outcome.host.label,
-                str(outcome.code),
-                f"{outcome.seconds:.1f}",
-                str(logs.path(outcome.host) or ""),
-            ]
-            console.print("  ".join([*words, *([story] if story else [])]), markup=False, soft_wrap=True)
+        path, seconds = str(logs.path(outcome.host) or ""), f"{outcome.seconds:.1f}"
+        table.add_row(outcome.host.label, str(outcome.code), seconds, path, _story(outcome), style=style)
+    # In a pipe lines are not wrapped, for grep and for logs.
+    console.print(table, width=None if console.is_terminal else NO_WIDTH, crop=False)
     if logs.folder is None:
         return
     rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -40,27 +40,21 @@ _STREAM = {"samples": "Samples of the stream.", "committed": "Committed shards o
 
 def metrics_text(status: Mapping[str, Any]) -> str:
     """Return the OpenMetrics text for a status as ``spile monitor --json`` prints it."""
+    workers = [(_label("worker", each["name"]), each) for each in status.get("workers", ())]
+    streams = [(_label("stream", each["name"]), each) for each in status.get("streams", ())]
+    groups: list[tuple[str, dict[str, str], list[tuple[str, Mapping[str, Any]]]]] = [
+        ("spile_", _TOTALS, [("", status.get("totals", {}))]),
+        ("spile_", _COUNTS, [("", status)]),
+        ("spile_worker_", _WORKER, workers),
+        ("spile_stream_", _STREAM, streams),
+    ]
     lines: list[str] = []
-
-    def gauge(name: str, text: str, values: Iterable[tuple[str, Any]]) -> None:
-        known = [(labels, value) for labels, value in values if value is not None]
-        if known:
-            lines.append(f"# TYPE spile_{name} gauge")
-            lines.append(f"# HELP spile_{name} {text}")
-            lines.extend(f"spile_{name}{labels} {float(value):g}" for labels, value in known)
-
-    for name, text in _TOTALS.items():
-        gauge(name, text, [("", status.get("totals", {}).get(name))])
-    for name, text in _COUNTS.items():
-        gauge(name, text, [("", status.get(name))])
-    for name, text in _WORKER.items():
-        gauge(
-            f"worker_{name}", text, [(_label("worker", each["name"]), each[name]) for each in status.get("workers", ())]
-        )
-    for name, text in _STREAM.items():
-        gauge(
-            f"stream_{name}", text, [(_label("stream", each["name"]), each[name]) for each in status.get("streams", ())]
-        )
+    for prefix, texts, sources in groups:
+        for name, text in texts.items():
+            known = [(labels, source[name]) for labels, source in sources if source.get(name) is not None]
+            if known:
+                lines += [f"# TYPE {prefix}{name} gauge", f"# HELP {prefix}{name} {text}"]
+                lines += [f"{prefix}{name}{labels} {float(value):g}" for labels, value in known]
     return "\n".join([*lines, "# EOF\n"])
 
 

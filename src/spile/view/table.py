@@ -1,19 +1,17 @@
-"""Consoles and tables that all terminal displays share: column names, number formats, fitting into the terminal.
-
-The live displays of streams and fleets share a refresh loop and a footer.
-"""
+"""Consoles, tables and the dashboard that terminal displays share: names of columns, formats of numbers, fitting."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.measure import Measurement
 from rich.segment import Segment
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from spile.fleet.monitor import FleetStatus
     from spile.store.snapshot import Snapshot, StreamView
 
-_NO_WIDTH = 10_000
+NO_WIDTH = 10_000
 """The width for pipes and files: tables are not truncated and lines are not wrapped there."""
 
 
@@ -51,7 +49,7 @@ def output(**more: Any) -> SafeConsole:
     """Return a console on the current standard output."""
     console = SafeConsole(**more)
     if not console.is_terminal:
-        console.width = _NO_WIDTH
+        console.width = NO_WIDTH
     return console
 
 
@@ -65,6 +63,23 @@ class Lasting(SafeConsole):
         """Discard all further output, including the interpreter's final flush."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and texts: as a table in a terminal, elsewhere as lines that are not wrapped."""
+    if not console.is_terminal:
+        for name, text in facts:
+            console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, text in facts:
+        table.add_row(Text(name, style="bold"), Text(text))
+    console.print(table)
+
+
+def print_event(console: Console, text: str) -> None:
+    """Print an event of a run above its display, or as a line of the log."""
+    console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
 
 @contextmanager
@@ -92,8 +107,6 @@ def progress_bar(verb: str, unit: str, *, quiet: bool = False) -> Iterator[Calla
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-_ANY = 10_000
-"""Wider than any table."""
 _CUT = 24
 """The minimum width of a column whose cells may be truncated."""
 
@@ -119,48 +132,18 @@ class Fitting:
         cut = [column for column in table.columns if column.header in self.cut]
         for column in cut:
             column.max_width = _CUT
-        width = Measurement.get(console, options.update_width(_ANY), table).maximum
+        width = Measurement.get(console, options.update_width(NO_WIDTH), table).maximum
         for column in cut:
             column.max_width = None
         return width
 
 
 Row = TypeVar("Row")
+Whole = TypeVar("Whole", bound="Snapshot | FleetStatus")
 _AROUND = 5
 """Lines besides rows and texts: two empty lines, the table's header and footer, and the cursor's line."""
 _ROWS = 6
 """Table rows for which the messages leave room."""
-
-
-def share_height(height: int, fixed: int, news: list[Text], rows: int, elsewhere: str) -> tuple[list[Text], int]:
-    """Return the messages that fit next to ``fixed`` lines, and the number of rows left for the table."""
-    free = height - fixed - _AROUND
-    news = first_lines(news, max(1, free - min(rows, _ROWS)), elsewhere)
-    return news, max(2, free - len(news))
-
-
-def first_lines(lines: list[Text], room: int, elsewhere: str) -> list[Text]:
-    """Return the first lines; the last one counts the omitted lines and says where to find them (``elsewhere``)."""
-    if len(lines) <= room:
-        return lines
-    return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {elsewhere}", style="yellow")]
-
-
-def keep_rows(rows: Sequence[Row], room: int | None, rank: Callable[[Row], Any]) -> tuple[list[Row], int]:
-    """Return the ``room`` rows of lowest rank in their original order, and the number of omitted rows."""
-    if room is None or len(rows) <= room:
-        return list(rows), 0
-    kept = set(sorted(range(len(rows)), key=lambda place: rank(rows[place]))[: room - 1])
-    return [row for place, row in enumerate(rows) if place in kept], len(rows) - len(kept)
-
-
-def one_line_each(lines: Iterable[Text]) -> None:
-    """Truncate texts at the terminal's width instead of wrapping them."""
-    for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
-
-
-Whole = TypeVar("Whole")
 
 
 @dataclass(frozen=True)
@@ -175,14 +158,68 @@ class Column(Generic[Row, Whole]):
     """Whether long cells are truncated to leave room for other columns."""
 
 
-def draw(columns: Sequence[Column[Row, Whole]], rows: Iterable[Row], whole: Whole) -> Table:
-    """Return the table with a row of totals."""
-    table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column.title, column.total(whole), justify=column.justify, no_wrap=not column.cut)
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    return table
+@dataclass(frozen=True)
+class Dashboard(Generic[Row, Whole]):
+    """What ``spile monitor`` shows of streams or of a fleet: a head, a table, counts and messages."""
+
+    head: Sequence[str]
+    columns: Sequence[Column[Row, Whole]]
+    spare: Sequence[str]
+    """The columns that a narrow terminal omits, in this order."""
+    rows: Sequence[Row]
+    rank: Callable[[Row], Any]
+    """A low terminal omits the rows of the highest rank."""
+    whole: Whole
+    news: Sequence[Text]
+    elsewhere: str
+    """Where to find messages that a low terminal omits."""
+
+    def render(self, interval: float | None, height: int | None) -> RenderableType:
+        """Return the display. With ``height``, it fits a terminal of that many lines."""
+        head = [Text(self.head[0], style="bold"), *map(Text, self.head[1:])]
+        counts, news, end = self._counts(), list(self.news), self._end(interval)
+        room = None
+        if height is not None:
+            free = height - len(head) - len(counts) - len(end) - _AROUND
+            news = self._first(news, max(1, free - min(len(self.rows), _ROWS)))
+            room = max(2, free - len(news))
+            for line in (*head, *counts, *news, *end):
+                line.no_wrap, line.overflow = True, "ellipsis"
+        table = Fitting(partial(self._table, room), self.spare, [each.title for each in self.columns if each.cut])
+        return Group(*head, Text(""), table, Text(""), *counts, *news, *end)
+
+    def _first(self, lines: list[Text], room: int) -> list[Text]:
+        if len(lines) <= room:
+            return lines
+        return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {self.elsewhere}", style="yellow")]
+
+    def _table(self, room: int | None, without: Collection[str]) -> Table:
+        table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
+        columns = [column for column in self.columns if column.title not in without]
+        for column in columns:
+            table.add_column(column.title, column.total(self.whole), justify=column.justify, no_wrap=not column.cut)
+        kept: Sequence[int] = range(len(self.rows))
+        if room is not None and len(kept) > room:
+            kept = sorted(sorted(kept, key=lambda place: self.rank(self.rows[place]))[: room - 1])
+        for place in kept:
+            table.add_row(*(column.cell(self.rows[place]) for column in columns))
+        if len(kept) < len(self.rows):
+            table.add_row(f"… and {len(self.rows) - len(kept)} more")
+        return table
+
+    def _counts(self) -> list[Text]:
+        needs = self.whole.needs_recovery
+        return [
+            Text("Status summary:"),
+            Text(f"  ✓ Healthy: {self.whole.healthy}", style="green"),
+            Text(f"  ⟳ Working: {self.whole.working}", style="cyan"),
+            Text(f"  ✗ Needs recovery: {needs}", style="red" if needs else ""),
+        ]
+
+    def _end(self, interval: float | None) -> list[Text]:
+        lines = [f"Last update: {datetime.fromtimestamp(self.whole.taken, UTC):%Y-%m-%d %H:%M:%S} UTC"]
+        lines += ["Press Ctrl+C to stop monitoring; the workers continue"] if interval is not None else []
+        return [Text(line, style="dim") for line in lines]
 
 
 def _samples(snapshot: Snapshot) -> str:
@@ -249,74 +286,55 @@ def headline(percent: float | None, seconds_left: float | None) -> list[str]:
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts
 
 
-# -- live displays -----------------------------------------------------------------------------------------------------
+def health_line(health: Snapshot | FleetStatus) -> str:
+    """Return the counts of the status summary as one line of text."""
+    return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
+
 
 Seen = TypeVar("Seen")
 
 
-def footer(
-    health: Snapshot | FleetStatus, taken: float, interval: float | None, news: Sequence[Text] = ()
-) -> list[Text]:
-    """Return the lines below every table, with ``news`` between the counts and the time."""
-    needs = health.needs_recovery
-    lines = [
-        Text("Status summary:"),
-        Text(f"  ✓ Healthy: {health.healthy}", style="green"),
-        Text(f"  ⟳ Working: {health.working}", style="cyan"),
-        Text(f"  ✗ Needs recovery: {needs}", style="red" if needs else ""),
-        *news,
-        Text(f"Last update: {datetime.fromtimestamp(taken, UTC):%Y-%m-%d %H:%M:%S} UTC", style="dim"),
-    ]
-    if interval is not None:
-        lines.append(Text("Press Ctrl+C to stop monitoring; the workers continue", style="dim"))
-    return lines
-
-
-def health_line(health: Snapshot | FleetStatus) -> str:
-    """Return the same counts as one line of text."""
-    return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
-
-
-@contextmanager
-def showing(
-    console: Console, render: Callable[[Seen], RenderableType], lines: Callable[[Seen], Sequence[str]]
-) -> Iterator[Callable[[Seen], None]]:
-    """Yield a function that shows a state: in place in a terminal, as appended lines elsewhere."""
-    if console.is_terminal:
-        with Live(console=console, auto_refresh=False) as live:
-            yield lambda seen: live.update(render(seen), refresh=True)
-        return
-
-    def print_lines(seen: Seen) -> None:
-        moment = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        for line in lines(seen):
-            console.print(f"{moment} {line}", soft_wrap=True, markup=False, highlight=False)
-
-    yield print_lines
-
-
 def watch(
     look: Callable[[], Seen],
-    show: Callable[[Seen], None],
+    render: Callable[[Seen, float, int], RenderableType],
+    lines: Callable[[Seen], Sequence[str]],
     over: Callable[[Seen], bool],
     console: Console,
     *,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Seen:
-    """Look and show until ``over``; return the last state.
+    """Look and show until ``over``, in place in a terminal, as appended lines elsewhere; return the last state.
 
     An error at the first look is raised. A later one is reported and the look is repeated.
+
+    Args:
+        look: Returns the state.
+        render: Returns the display of a state, given the interval and the height of the terminal.
+        lines: Returns a state as lines of text.
+        over: Returns whether a state is the last one.
+        console: Where it is shown.
+        interval: Seconds between two looks.
+        sleep: A function that waits this long.
     """
-    seen = look()
-    show(seen)
-    while not over(seen):
-        sleep(interval)
-        try:
-            seen = look()
-        except SpileError as error:
-            notice = Text(f"Could not refresh, retrying in {interval:g} s: {error}", style="yellow")
-            console.print(notice, soft_wrap=True)
-        else:
-            show(seen)
-    return seen
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+
+        def show(seen: Seen) -> None:
+            if live is not None:
+                live.update(render(seen, interval, console.height), refresh=True)
+                return
+            for line in lines(seen):
+                console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {line}", soft_wrap=True, markup=False)
+
+        seen = look()
+        show(seen)
+        while not over(seen):
+            sleep(interval)
+            try:
+                seen = look()
+            except SpileError as error:
+                notice = Text(f"Could not refresh, retrying in {interval:g} s: {error}", style="yellow")
+                console.print(notice, soft_wrap=True)
+            else:
+                show(seen)
+        return seen

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 
 from rich.cells import cell_len
@@ -21,7 +23,7 @@ from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
-from spile.view.table import Lasting
+from spile.view.table import Lasting, print_event, print_facts
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
 from spile.worker.signals import handling_signals
 
@@ -44,23 +46,14 @@ class WatchedWorker:
     def finish(self, summary: Summary, max_samples: int | None = None, more: Sequence[tuple[str, str]] = ()) -> None:
         """Print the summary, with the rows ``more`` before the next command."""
         *rows, command = facts(summary, max_samples)
-        rows += [*more, command]
-        if self.console.is_terminal:
-            self.console.print(report(rows))
-        else:  # unwrapped lines are easier to search
-            for name, text in rows:
-                self.console.print(f"{name:<11}  {text}", markup=False, soft_wrap=True)
+        print_facts(self.console, [*rows, *more, command])
 
 
 @contextmanager
 def watched(verbose: bool = False, console: Console | None = None) -> Iterator[WatchedWorker]:
     """Show progress. The first Ctrl+C or SIGTERM commits what is done and stops; a second one ends at once."""
     console = console or Lasting(highlight=False)
-    stop = threading.Event()
-
-    def log(text: str) -> None:
-        console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
-
+    stop, log = threading.Event(), partial(print_event, console)
     progress = Progress(log=log, log_detail=log if verbose else lambda _line: None, timeline=Timeline.of_process())
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
@@ -164,26 +157,17 @@ def notebook_html(progress: Progress) -> str:
 
 def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
     """Return the progress line, as wide as the terminal; cells of high rank are omitted first if it is narrow."""
-    cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1)]
-
-    def add(rank: int, text: str, style: str = "") -> None:
-        if text:
-            cells.append((rank, Text(text, style), cell_len(text)))
-
-    add(0, now.doing)
-    if now.samples or now.computed_tokens:
-        if total:
-            cells.append((3, filling := ProgressBar(total=total, completed=now.samples, width=_BAR), _BAR))
-        add(0, f"{now.samples:,}{f'/{total:,}' if total else ''} samples")
-        add(1, f"{amount(now.generated_tokens)} generated tokens" if now.generated_tokens else "")
-        add(1, f"{amount(now.recent_tokens_per_second)} tokens/s", "green")
-        add(4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}")
-        add(2, _left(now, total))
-        add(5, f"limited by: {now.limit}" if now.limit else "", "dim")
-    while (spare := width + _GAP - sum(wide + _GAP for _, _, wide in cells)) < 0 and max(cells, key=_rank)[0]:
-        cells.remove(max(cells, key=_rank))
-    if total and (now.samples or now.computed_tokens):
-        filling.width = _BAR + max(0, spare)
+    cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1), (0, now.doing, cell_len(now.doing))]
+    counts, filling = _counts(now, total), ProgressBar(total=total, completed=now.samples, width=_BAR)
+    if total and counts:
+        cells.append((3, filling, _BAR))
+    cells += [(rank, Text(text, style), cell_len(text)) for rank, text, style in counts]
+    while (spare := width + _GAP - sum(wide + _GAP for _, _, wide in cells)) < 0:
+        last = max(cells, key=itemgetter(0))
+        if not last[0]:
+            break
+        cells.remove(last)
+    filling.width = _BAR + max(0, spare)
     row = Table.grid(padding=(0, _GAP))
     for _ in cells:
         row.add_column(no_wrap=True)
@@ -191,25 +175,26 @@ def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner |
     return row
 
 
-def _rank(cell: tuple[int, RenderableType, int]) -> int:
-    return cell[0]
-
-
 def line(now: ProgressSnapshot, total: int | None) -> str:
     """Return the progress as one line of text."""
+    counts = ", ".join(text for _, text, _ in _counts(now, total))
+    return f"{now.doing}: {counts}" if counts else now.doing
+
+
+def _counts(now: ProgressSnapshot, total: int | None) -> list[tuple[int, str, str]]:
+    """Return rank, text and style of each count; none before the first sample."""
     if not now.samples and not now.computed_tokens:
-        return now.doing
-    parts = [
-        f"{now.samples:,}{f'/{total:,}' if total else ''} samples",
-        f"{now.tokens:,} tokens",
-        f"{now.generated_tokens:,} generated tokens" if now.generated_tokens else "",
-        f"{amount(now.recent_tokens_per_second)} tokens/s",
-        counted(now.shards_committed, "shard"),
-        size(now.bytes),
-        _left(now, total),
-        f"limited by: {now.limit}" if now.limit else "",
+        return []
+    cells = [
+        (0, f"{now.samples:,}{f'/{total:,}' if total else ''} samples", ""),
+        (6, f"{now.tokens:,} tokens", ""),
+        (1, f"{now.generated_tokens:,} generated tokens" if now.generated_tokens else "", ""),
+        (1, f"{amount(now.recent_tokens_per_second)} tokens/s", "green"),
+        (4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}", ""),
+        (2, _left(now, total), ""),
+        (5, f"limited by: {now.limit}" if now.limit else "", "dim"),
     ]
-    return f"{now.doing}: " + ", ".join(part for part in parts if part)
+    return [cell for cell in cells if cell[1]]
 
 
 def _left(now: ProgressSnapshot, total: int | None) -> str:
@@ -239,14 +224,6 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
         ("next", _next(summary, max_samples)),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def report(rows: list[tuple[str, str]]) -> Table:
-    """Return the summary as a table for a terminal."""
-    table = Table.grid(padding=(0, 2))
-    for name, text in rows:
-        table.add_row(Text(name, style="bold"), Text(text))
-    return table
 
 
 def _samples(summary: Summary) -> str:

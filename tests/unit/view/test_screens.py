@@ -33,7 +33,8 @@ from spile.spec.phase import Phase
 from spile.store.snapshot import Snapshot, State, StreamView
 from spile.store.verification import verify
 from spile.view import fleet, streams
-from spile.view.worker import bar, facts, line, notebook_html, report
+from spile.view.table import print_facts
+from spile.view.worker import bar, facts, line, notebook_html
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, WallTime
 from unit.cli.refusals import lines
 from world import produce, run_identity
@@ -82,9 +83,13 @@ def check(name: str, text: str) -> None:
 
 
 def drawn(*parts: RenderableType, width: int) -> str:
+    return captured(lambda console: console.print(*parts, sep="\n"), width)
+
+
+def captured(show: Callable[[Console], None], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, highlight=False)
     with console.capture() as capture:
-        console.print(*parts, sep="\n")
+        show(console)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capture.get())
 
 
@@ -157,7 +162,10 @@ def test_summary() -> None:
 
     def screen(width: int) -> str:
         ends = (DONE, resumed, stopped, replace(DONE, scattered=True, root="/data/activations"))
-        return "\n".join(drawn(report(facts(end, 21_400 if end is resumed else None)), width=width) for end in ends)
+        return "\n".join(
+            captured(lambda out, end=end: print_facts(out, facts(end, 21_400 if end is resumed else None)), width)
+            for end in ends
+        )
 
     check("summary", at_each_width(screen))
 
