@@ -183,16 +183,15 @@ def _run_of_rows(stream: int, shard: ShardReader, index: int, at: float, length:
 
 def inspect_dataset(dataset: Dataset, *, tap: str | None = None, seed: int = 0) -> Inspection:
     """Return the statistics of each tap, from the commits if they have them, and figures of random rows."""
-    numbers = float_taps(dataset)
-    stats = {name: dataset.stats(name) for name in numbers}
-    chosen = tap or numbers[len(numbers) // 2]
-    alike = [name for name in numbers if stats[name].sums[0].shape == stats[chosen].sums[0].shape]
+    widths = tap_widths(dataset)
+    chosen = tap or list(widths)[len(widths) // 2]
+    alike = [name for name, width in widths.items() if width == widths[chosen]]
     batch = sampled_rows(dataset, alike, seed=seed)
     plane, explained = main_plane(batch.rows[chosen])
     assert batch.roles is not None  # noqa: S101  for the type checker
     return Inspection(
-        taps=tuple(numbers),
-        stats=stats,
+        taps=tuple(widths),
+        stats={name: dataset.stats(name) for name in widths},
         cosine=mean_cosine([batch.rows[name] for name in alike]),
         chosen=chosen,
         plane=plane,
@@ -201,14 +200,16 @@ def inspect_dataset(dataset: Dataset, *, tap: str | None = None, seed: int = 0) 
     )
 
 
-def float_taps(dataset: Dataset) -> list[str]:
-    """Return the taps whose rows are numbers with a norm, not token ids."""
-    return [tap for tap in dataset.taps if _is_float(dataset, tap)]
-
-
-def _is_float(dataset: Dataset, tap: str) -> bool:
-    (stream, *_) = dataset.streams_with((tap,), None)
-    return bool(stream.shards) and dataset.shard(stream, stream.shards[0]).row_type(tap)[0].kind not in "iu"
+def tap_widths(dataset: Dataset) -> dict[str, int]:
+    """Return the width of each tap whose rows are numbers with a norm, not token ids; none before the first commit."""
+    found = {}
+    for tap in dataset.taps:
+        (stream, *_) = dataset.streams_with((tap,), None)
+        if stream.shards:
+            dtype, width = dataset.shard(stream, stream.shards[0]).row_type(tap)
+            if dtype.kind not in "iu":
+                found[tap] = width
+    return found
 
 
 def spread(count: int, wanted: int) -> list[int]:

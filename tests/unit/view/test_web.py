@@ -23,9 +23,8 @@ from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import compare_datasets, inspect_dataset
 from spile.spec.phase import Phase
 from spile.store.snapshot import CommitPoint, SnapshotReader
-from spile.view.web.export import exported_page
+from spile.view.web.export import exported_page, to_json
 from spile.view.web.features import FeatureIndex, load_autoencoder
-from spile.view.web.page import to_json
 from spile.view.web.pages import ENDPOINTS, Viewer
 from spile.view.web.roots import Root, throughput
 from spile_fakes.gcs import FakeGcs

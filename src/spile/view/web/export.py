@@ -1,21 +1,88 @@
-"""Pages of the web application as one self-contained HTML file, which fetches nothing."""
+"""The files of the page, and pages as one self-contained HTML file, which fetches nothing."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import orjson
+
 from spile.errors import SpileError, UserError
 from spile.reading.inspection import spread
-from spile.view.web.page import embedded_json, page_template
-from spile.view.web.pages import Viewer
+from spile.view.web.pages import Viewer, listed
 from spile.view.web.roots import Root
 
 if TYPE_CHECKING:
     from spile.data.arc.answers import Score
     from spile.reading.dataset import Dataset
+
+_MODULES = (
+    "dom.js", "api.js", "plot.js", "runs.js", "samples.js", "layers.js", "compare.js", "features.js", "score.js",
+    "app.js",
+)  # fmt: skip
+"""The modules of the page, each after those that it imports."""
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class))", re.MULTILINE)
+
+
+def to_json(value: Any) -> bytes:
+    """Return an answer as JSON. NaN and infinity become null."""
+    return orjson.dumps(value, default=_default, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _default(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@cache
+def static_files() -> dict[str, bytes]:
+    """Return the files of the page by name."""
+    folder = resources.files("spile.view.web") / "static"
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
+
+
+@cache
+def page_template() -> str:
+    """Return the page with its style and scripts in it, and ``__DATA__`` where the answers go.
+
+    The policy names both by their hashes, so that no other script runs.
+    """
+    files = {name: content.decode() for name, content in static_files().items()}
+    script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
+    style = files["style.css"]
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data: blob:"
+    page = files["index.html"]
+    page = page.replace(
+        '<meta charset="utf-8">',
+        f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">',
+    )
+    page = page.replace('<link rel="stylesheet" href="static/style.css">', f"<style>{style}</style>")
+    data = '<script type="application/json" id="data">__DATA__</script>'
+    return page.replace(
+        '<script type="module" src="static/app.js"></script>', f'{data}<script type="module">{script}</script>'
+    )
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded_json(data: object) -> str:
+    """Return JSON that is safe inside a ``<script>`` element: no character of it can end the element or a comment."""
+    text = to_json(data).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+# -- exported pages ----------------------------------------------------------------------------------------------------
 
 _TAPS = 64
 _DETAILED = 12
@@ -51,11 +118,10 @@ def exported_page(
     for number, root in enumerate(viewer.roots):
         key = request_key("samples", {"root": number, "start": 0, "count": 100})
         if key in answers and "error" not in answers[key]:  # The list has only the samples that the file contains.
-            refs = [root.dataset().samples[place] for place in _places(viewer, number, samples)]
-            rows = [[ref.stream, ref.index, ref.task_id, ref.length, ref.preview, dict(ref.kept)] for ref in refs]
+            rows = [listed(root.dataset().samples[place]) for place in _places(viewer, number, samples)]
             answers[key] = {"total": len(rows), "start": 0, "rows": rows}
     data = {"answers": answers, "start": start}
-    return page_template().replace("__DATA__", embedded_json(data), 1)
+    return page_template().replace("__DATA__", _embedded_json(data), 1)
 
 
 def _places(viewer: Viewer, root: int, samples: int) -> list[int]:
@@ -132,7 +198,7 @@ def inspection_page(dataset: Dataset, *, tap: str | None = None, samples: int = 
 def score_page(root: str, score: Score) -> str:
     """Return the page of ``spile score --html``: each task with its examples, the expected and the answered grids."""
     viewer = Viewer([Root(root)], live=False)
-    viewer.show_score(0, score)
+    viewer.scores[0] = score
     return exported_page(viewer, pages=["score"], start="#/score/0")
 
 

@@ -20,14 +20,14 @@ from spile.reading.dataset import Dataset
 from spile.reading.inspection import (
     compare_datasets,
     dimension_stats,
-    float_taps,
     known_stats,
     main_plane,
     mean_cosine,
     row_distances,
     sampled_rows,
+    tap_widths,
 )
-from spile.reading.rows import RowBatch
+from spile.reading.rows import RowBatch, SampleRef, ref_of
 from spile.reading.samples import StoredSample
 from spile.reading.scoring import score_run
 from spile.spec.sample import Prediction, Role
@@ -83,8 +83,8 @@ class Viewer:
 
     def __init__(self, roots: Sequence[Root], features: FeatureIndex | None = None, *, live: bool = True) -> None:
         self.roots, self.features, self.live = list(roots), features, live
-        self._scores: dict[int, Score] = {}
-        """Scores that were computed before, by the number of the root."""
+        self.scores: dict[int, Score] = {}
+        """Scores that are known, by the number of the root."""
 
     def answer(self, name: str, values: Mapping[str, str]) -> Any:
         """Return the answer of an endpoint; raise :class:`SpileError` if there is none."""
@@ -98,19 +98,11 @@ class Viewer:
             raise UserError(name, expected=f"a number below {len(self.roots)}", found=number)
         return self.roots[number]
 
-    def describe_run(self, values: Mapping[str, str], max_age: float) -> dict[str, Any]:
-        """Return the state of a run, at most this many seconds old."""
-        return self.root(Query(values)).describe_run(max_age)
-
-    def show_score(self, root: int, score: Score) -> None:
-        """Show this score instead of computing one."""
-        self._scores[root] = score
-
     def score(self, number: int) -> Score:
         """Return the score of an infer run on ARC tasks."""
-        if number not in self._scores:
-            self._scores[number] = score_run(self.roots[number].url, None, None)
-        return self._scores[number]
+        if number not in self.scores:
+            self.scores[number] = score_run(self.roots[number].url, None, None)
+        return self.scores[number]
 
 
 def _compact(values: _Array) -> _Array:
@@ -138,7 +130,7 @@ def _dataset(viewer: Viewer, query: Query) -> _Answer:
         "tokens": sum(stream.tokens for stream in streams),
         "bytes": sum(file.size for stream in streams for file in stream.files),
         "taps": dataset.taps,
-        "float_taps": float_taps(dataset) if any(stream.shards for stream in streams) else [],
+        "float_taps": [*tap_widths(dataset)],
         "keep": list(run.keep or ()),
         "answers": run.generation is not None,
         "grids": bool(run.generation is not None and run.answers_are_grids),
@@ -155,18 +147,13 @@ def _samples(viewer: Viewer, query: Query) -> _Answer:
     if any(query.text(name) for name in names):
         return _search(dataset, query)
     start, count = query.number("start", 0), min(query.number("count", 100), _PAGE)
-    found = dataset.samples[start : start + count]
-    rows = [[ref.stream, ref.index, ref.task_id, ref.length, ref.preview, _plain(ref.kept)] for ref in found]
-    return {"total": len(dataset.samples), "start": start, "rows": rows}
+    rows = [listed(ref) for ref in dataset.samples[start : start + count]]
+    return {"total": len(dataset), "start": start, "rows": rows}
 
 
-def _plain(value: Any) -> Any:
-    """Return a kept field as JSON; anything but text, numbers, lists and objects becomes text."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+def listed(ref: SampleRef) -> list[Any]:
+    """Return a row of the list of samples."""
+    return [ref.stream, ref.index, ref.task_id, ref.length, ref.preview, ref.kept]
 
 
 def _search(dataset: Dataset, query: Query) -> _Answer:
@@ -182,12 +169,9 @@ def _search(dataset: Dataset, query: Query) -> _Answer:
     for stream, record in shards[place:]:
         shard = dataset.shard(stream, record)
         for number in _matches(shard, wanted, role, (low, high), whole=bool(query.text("whole")), dataset=dataset):
-            note = shard.notes[number]
-            kept = _plain(note.get("kept", {}))
-            if not label or str(kept.get(label)) == value:
-                first, last = shard.bounds(number)
-                index = int(shard.read_tensor("sample_index")[number])
-                rows.append([stream.number, index, note["task_id"], last - first, note["preview"], kept])
+            ref = ref_of(stream.number, shard, number)
+            if not label or str(ref.kept.get(label)) == value:
+                rows.append(listed(ref))
         place, scanned = place + 1, scanned + record.count
         if len(rows) >= _MATCHES or time.monotonic() > end:
             break
@@ -226,13 +210,13 @@ def _sample(viewer: Viewer, query: Query) -> _Answer:
         "index": ref.index,
         "task_id": ref.task_id,
         "truncated": ref.truncated,
-        "augmentation": _plain(ref.augmentation),
-        "kept": _plain(ref.kept),
+        "augmentation": ref.augmentation,
+        "kept": ref.kept,
         "tokens": sample.shown_texts(),
         "ids": sample.tokens,
         "positions": sample.positions,
         "roles": sample.roles,
-        "taps": [tap for tap in float_taps(dataset) if tap in sample.taps],
+        "taps": [tap for tap in tap_widths(dataset) if tap in sample.taps],
         "answer": _answer_of(dataset, sample),
     }
 
@@ -286,20 +270,19 @@ def _measured(rows: _Array, measure: str, query: Query) -> _Array:
 def _grid(viewer: Viewer, query: Query) -> _Answer:
     """Return the layer × token view: the norm of each row, or its distance from the row at the tap before."""
     sample, first = _chosen(viewer, query), query.number("first", 0)
-    taps = [tap for tap in float_taps(viewer.root(query).dataset()) if tap in sample.taps]
-    rows = sample.all_rows(taps, first=first, count=_token_count(viewer.root(query).dataset(), taps))
+    widths = {tap: width for tap, width in tap_widths(viewer.root(query).dataset()).items() if tap in sample.taps}
+    rows = sample.all_rows(widths, first=first, count=_token_count(widths))
     if query.text("measure", "norm") == "norm":
-        values = [np.linalg.norm(rows[tap].astype(np.float64), axis=1) for tap in taps]
-        return {"taps": taps, "first": first, "values": [_compact(each) for each in values]}
-    alike = [(a, b) for a, b in pairwise(taps) if rows[a].shape == rows[b].shape]
-    values = [row_distances(rows[a], rows[b], b)[0] for a, b in alike]
-    return {"taps": [b for _, b in alike], "first": first, "values": [_compact(each) for each in values]}
+        norms = [_compact(np.linalg.norm(each.astype(np.float64), axis=1)) for each in rows.values()]
+        return {"taps": [*widths], "first": first, "values": norms}
+    alike = [(a, b) for a, b in pairwise(widths) if widths[a] == widths[b]]
+    values = [_compact(row_distances(rows[a], rows[b], b)[0]) for a, b in alike]
+    return {"taps": [b for _, b in alike], "first": first, "values": values}
 
 
-def _token_count(dataset: Dataset, taps: Sequence[str]) -> int:
+def _token_count(widths: Mapping[str, int]) -> int:
     """Return for how many tokens the rows of all taps are read at once."""
-    token = sum(2 * _width(dataset, tap) for tap in taps)
-    return int(min(_TOKENS, max(16, _VIEW_BYTES / max(1, token))))
+    return int(min(_TOKENS, max(16, _VIEW_BYTES / max(1, 2 * sum(widths.values())))))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -308,7 +291,7 @@ def _token_count(dataset: Dataset, taps: Sequence[str]) -> int:
 def _layers(viewer: Viewer, query: Query) -> _Answer:
     """Return the norms of every tap, from the commits, or from random rows if those have no statistics."""
     dataset = viewer.root(query).dataset()
-    taps = float_taps(dataset)
+    taps = tap_widths(dataset)
     known = {tap: known_stats(dataset, tap) for tap in taps}
     missing = [tap for tap in taps if known[tap] is None]
     sampled = _sampled_stats(sampled_rows(dataset, missing), missing) if missing else {}
@@ -372,7 +355,6 @@ def _space(viewer: Viewer, query: Query) -> _Answer:
     dataset, tap = viewer.root(query).dataset(), query.text("tap")
     batch = sampled_rows(dataset, [tap])
     plane, explained = main_plane(batch.rows[tap])
-    kept = {name: [_plain(each) for each in values.tolist()] for name, values in (batch.kept or {}).items()}
     return {
         "points": _compact(plane),
         "explained": explained,
@@ -380,24 +362,19 @@ def _space(viewer: Viewer, query: Query) -> _Answer:
         "tokens": [_text_of(dataset, token) for token in np.asarray(batch.tokens).tolist()],
         "streams": batch.streams,
         "samples": batch.samples,
-        "kept": kept,
+        "kept": {name: values.tolist() for name, values in (batch.kept or {}).items()},
     }
 
 
 def _cosine(viewer: Viewer, query: Query) -> _Answer:
     """Return the mean cosine similarity of the same token at each pair of taps of the same width."""
     dataset = viewer.root(query).dataset()
-    taps = float_taps(dataset)
-    widths = {tap: _width(dataset, tap) for tap in taps}
-    alike = [tap for tap in taps if widths[tap] == widths[taps[len(taps) // 2]]]
+    widths = tap_widths(dataset)
+    middle = [*widths.values()][len(widths) // 2]
+    alike = [tap for tap, width in widths.items() if width == middle]
     batch = sampled_rows(dataset, alike)
     values = _compact(mean_cosine([batch.rows[tap] for tap in alike]))
     return {"taps": alike, "values": values, "rows": len(np.asarray(batch.tokens))}
-
-
-def _width(dataset: Dataset, tap: str) -> int:
-    (stream, *_) = dataset.streams_with((tap,), None)
-    return dataset.shard(stream, stream.shards[0]).row_type(tap)[1]
 
 
 # -- two datasets, features, scores ------------------------------------------------------------------------------------
@@ -406,17 +383,15 @@ def _width(dataset: Dataset, tap: str) -> int:
 def _compare(viewer: Viewer, query: Query) -> _Answer:
     """Return how far some samples of two datasets are apart, and which samples differ most."""
     a, b = viewer.root(query, "root").dataset(), viewer.root(query, "other").dataset()
-    shared = [tap for tap in float_taps(a) if tap in b.taps and _width(a, tap) == _width(b, tap)]
+    widths = tap_widths(b)
+    shared = [tap for tap, width in tap_widths(a).items() if widths.get(tap) == width]
     found = compare_datasets(a, b, shared or None, samples=_COMPARED)
-    names = {}
-    for _, stream, index, _ in found.by_sample:
-        names[stream, index] = a.sample(stream, index).task_id
     return {
         "samples": found.samples,
         "different": list(found.different[:20]),
         "taps": [[tap, each.rows, each.median, each.largest, each.cosine] for tap, each in found.taps.items()],
         "by_sample": [
-            [far, stream, index, names[stream, index], tap] for far, stream, index, tap in found.by_sample[:_PAGE]
+            [far, stream, index, a.sample(stream, index).task_id, tap] for far, stream, index, tap in found.by_sample
         ],
     }
 
@@ -425,10 +400,9 @@ def _difference(viewer: Viewer, query: Query) -> _Answer:
     """Return the distance of each token's row in two datasets, relative to the norm in the first, at every tap."""
     one, two = _chosen(viewer, query, "root"), _chosen(viewer, query, "other")
     first = query.number("first", 0)
-    dataset = viewer.root(query).dataset()
-    shared = [tap for tap in float_taps(dataset) if tap in one.taps and tap in two.taps]
-    count = _token_count(dataset, shared)
-    mine, theirs = (each.all_rows(shared, first=first, count=count) for each in (one, two))
+    widths = tap_widths(viewer.root(query).dataset())
+    shared = {tap: width for tap, width in widths.items() if tap in one.taps and tap in two.taps}
+    mine, theirs = (each.all_rows(shared, first=first, count=_token_count(shared)) for each in (one, two))
     alike = [tap for tap in shared if mine[tap].shape == theirs[tap].shape]
     values = [_compact(row_distances(mine[tap], theirs[tap], tap)[0]) for tap in alike]
     return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from spile.errors import SpileError, UserError
 from spile.fleet.home import FleetHome, read_log
 from spile.objects import open_folder
 from spile.objects.folder import NotFound
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.inspection import float_taps
+from spile.reading.inspection import tap_widths
 from spile.store.snapshot import CommitPoint, Snapshot, SnapshotReader, StreamView
 from spile.store.stream import parse_iso
 
@@ -49,27 +51,26 @@ class Root:
         model: str | None = None,
         *,
         dataset: Dataset | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.home, self._model, self._clock = home, model, clock
+        self.home, self._model = home, model
         self.url = home.read_fleet().root if home is not None else url
         self.folder = open_folder(self.url)
-        self._reader = SnapshotReader(self.folder, clock)
+        self._reader = SnapshotReader(self.folder)
         self._lock, self._snapshot_lock = threading.Lock(), threading.Lock()
         self._dataset = dataset
         self._loading: threading.Thread | None = None
         """Loads the tokenizer: the hub may not answer for minutes, and pages show token ids until then."""
         self._loaded: Tokenizer | UserError = UserError("the tokenizer of the model is not loaded yet")
-        self._opened = clock()
+        self._opened = time.time()
         self._snapshot: Snapshot | None = None
 
     def dataset(self) -> Dataset:
         """Return the dataset. An unfinished one is opened again after a while, because it may have grown."""
         with self._lock:
             known = self._dataset
-            if known is None or (self._clock() - self._opened > _REOPEN and not self._is_done()):
+            if known is None or (time.time() - self._opened > _REOPEN and not self._is_done()):
                 known = open_dataset(self.url, self._model)
-                self._opened = self._clock()
+                self._opened = time.time()
             self._dataset = known
             if self._loading is None:
                 self._loading = threading.Thread(target=self._load_tokenizer, args=(known.find_tokenizer,), daemon=True)
@@ -91,7 +92,7 @@ class Root:
 
         def opening() -> None:
             with suppress(SpileError, OSError):
-                float_taps(self.dataset())
+                tap_widths(self.dataset())
 
         threading.Thread(target=opening, name="opening", daemon=True).start()
 
@@ -102,7 +103,7 @@ class Root:
         """Return the state of all streams, at most this many seconds old."""
         with self._snapshot_lock:
             known = self._snapshot
-            if known is None or self._clock() - known.taken > max_age:
+            if known is None or time.time() - known.taken > max_age:
                 known = self._snapshot = self._reader.take()
             return known
 
@@ -213,31 +214,23 @@ def throughput(history: dict[int, list[CommitPoint]], starts: dict[str, float]) 
     """Return the tokens per second of all streams over time, from the times of their commits.
 
     The tokens of a commit are spread evenly over the time since the previous commit of the same attempt, or since the
-    start of the attempt if that is known, otherwise over one interval of the plot.
+    start of the attempt if that is known, but at least over one interval of the plot.
     """
-    times = [point.time for points in history.values() for point in points]
-    times += [starts[point.attempt] for points in history.values() for point in points if point.attempt in starts]
-    if not times:
-        return {"times": [], "rates": []}
-    first, last = min(times), max(times)
-    width = max(1.0, (last - first) / _BINS)
-    count = max(1, math.ceil((last - first) / width))
-    rates = [0.0] * count
+    spans = []
     for points in history.values():
-        before: CommitPoint | None = None
-        for point in points:
-            known = before is not None and before.attempt == point.attempt
-            begin = before.time if known and before is not None else starts.get(point.attempt, point.time - width)
-            _spread_tokens(rates, min(begin, point.time) - first, point.time - first, point.tokens, width)
-            before = point
-    return {"times": [first + width * (place + 0.5) for place in range(count)], "rates": rates}
-
-
-def _spread_tokens(rates: list[float], begin: float, end: float, tokens: int, width: float) -> None:
-    begin, end = max(0.0, begin), min(end, width * len(rates))
-    if end - begin < 1e-9:
-        rates[min(int(end / width), len(rates) - 1)] += tokens / width
-        return
-    for place in range(int(begin / width), min(int(end / width), len(rates) - 1) + 1):
-        part = min(end, (place + 1) * width) - max(begin, place * width)
-        rates[place] += max(0.0, part) / (end - begin) * tokens / width
+        for before, point in zip([None, *points], points, strict=False):
+            same = before is not None and before.attempt == point.attempt
+            begin = before.time if same and before else starts.get(point.attempt, point.time)
+            spans.append((min(begin, point.time), point.time, point.tokens))
+    if not spans:
+        return {"times": [], "rates": []}
+    begins, ends, tokens = np.array(spans, np.float64).T
+    first, last = begins.min(), ends.max()
+    count = max(1, min(_BINS, math.ceil(last - first)))
+    edges = np.linspace(first, max(last, first + 1.0), count + 1)
+    width = edges[1] - edges[0]
+    begins = np.maximum(np.minimum(begins, ends - width), first)
+    done = np.zeros(count + 1)
+    for begin, end, amount in zip(begins, ends, tokens, strict=True):
+        done += amount * np.clip((edges - begin) / max(end - begin, 1e-9), 0.0, 1.0)
+    return {"times": (edges[:-1] + width / 2).tolist(), "rates": (np.diff(done) / width).tolist()}

@@ -12,20 +12,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from spile.errors import SpecError, SpileError, UserError
-from spile.view.web.page import page_template, static_files, to_json
+from spile.view.web.export import page_template, static_files, to_json
+from spile.view.web.pages import Query, Viewer
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from spile.view.web.pages import Viewer
 
 PORT = 8765
 TOKEN = "SPILE_VIEW_TOKEN"  # noqa: S105  the name of the variable
@@ -45,55 +41,24 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-@dataclass(frozen=True)
-class AccessRule:
-    """Who may read: any request to a loopback name, or only those with the token."""
+def _refusal(request: Request, token: str) -> tuple[int, str] | None:
+    """Return the status and the reason if a request is refused. Without a token, only loopback names are served.
 
-    token: str = ""
-
-    def refusal(self, headers: dict[str, str], path: str) -> tuple[int, str] | None:
-        """Return the status and the reason if a request is refused.
-
-        The name in the Host header is checked, because a page of another site can make its own name resolve to
-        127.0.0.1 and would then be of the same origin as the server (DNS rebinding).
-        """
-        name = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if not self.token and name not in _LOCAL_NAMES:
-            return 421, "this server answers only to localhost"
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            return 403, "a page of another site may not read this"
-        if self.token and path.startswith("/api/"):
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.token.encode()):
-                return 401, "the token is missing or wrong; open the address that spile view printed"
-        return None
-
-
-class _Guard:
-    """Refuses what may not be read, and adds the security headers to every answer."""
-
-    def __init__(self, app: ASGIApp, access: AccessRule) -> None:
-        self._app, self._access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._access.refusal(headers, scope["path"])
-        if scope["method"] not in ("GET", "HEAD"):
-            refusal = 405, "only GET and HEAD: this server changes nothing"
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                extra = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": [*message.get("headers", []), *extra]}
-            await send(message)
-
-        if refusal is not None:
-            await _json({"error": refusal[1]}, refusal[0])(scope, receive, with_headers)
-        else:
-            await self._app(scope, receive, with_headers)
+    The name in the Host header is checked, because a page of another site can make its own name resolve to 127.0.0.1
+    and would then be of the same origin as the server (DNS rebinding).
+    """
+    host, headers = request.headers.get("host", ""), request.headers
+    if request.method not in ("GET", "HEAD"):
+        return 405, "only GET and HEAD: this server changes nothing"
+    if not token and (host.rpartition(":")[0] or host) not in _LOCAL_NAMES:
+        return 421, "this server answers only to localhost"
+    if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        return 403, "a page of another site may not read this"
+    if token and request.url.path.startswith("/api/"):
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            return 401, "the token is missing or wrong; open the address that spile view printed"
+    return None
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -102,17 +67,21 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(to_json(value), status, media_type="application/json")
 
 
-def make_app(viewer: Viewer, access: AccessRule = AccessRule(), *, interval: float = 5.0) -> Starlette:  # noqa: B008
+def _make_app(viewer: Viewer, token: str, interval: float) -> Starlette:
     """Return the ASGI application."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
     from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
 
     files = static_files()
 
-    def page(_: Request) -> Response:
-        return Response(files["index.html"], media_type="text/html")
+    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+        refusal = _refusal(request, token)
+        response = await answer(request) if refusal is None else _json({"error": refusal[1]}, refusal[0])
+        response.headers.update(_HEADERS)
+        return response
 
     def static(request: Request) -> Response:
         name = request.path_params["name"]
@@ -120,52 +89,44 @@ def make_app(viewer: Viewer, access: AccessRule = AccessRule(), *, interval: flo
             return _json({"error": "no such file"}, 404)
         return Response(files[name], media_type=_TYPES["." + name.rpartition(".")[2]])
 
-    def template(_: Request) -> Response:
-        return Response(page_template(), media_type="text/plain")
-
     def answer(request: Request) -> Response:
         try:
-            return _json(viewer.answer(request.path_params["name"], dict(request.query_params)))
+            return _json(viewer.answer(request.path_params["name"], request.query_params))
         except SpileError as error:
             return _json({"error": str(error)}, 404 if isinstance(error, UserError) else 503)
         except (LookupError, ValueError, OSError) as error:  # A damaged or foreign dataset may have any content.
             return _json({"error": f"{type(error).__name__}: {error}"}, 500)
 
     async def live(request: Request) -> Response:
-        events = _events(viewer, dict(request.query_params), interval)
+        events = _events(viewer, request.query_params, interval)
         return StreamingResponse(events, media_type="text/event-stream")
 
     routes = [
-        Route("/", page),
+        Route("/", lambda _: Response(files["index.html"], media_type="text/html")),
         Route("/static/{name}", static),
-        Route("/template", template),
+        Route("/template", lambda _: Response(page_template(), media_type="text/plain")),
         Route("/api/live", live),
         Route("/api/{name}", answer),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, access=access)])
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)])
 
 
 async def _events(viewer: Viewer, query: Mapping[str, str], interval: float) -> AsyncIterator[bytes]:
-    """Yield the state of a run as server-sent events: when it changes, and at least every few intervals."""
-    sent, quiet = None, 0
+    """Yield the state of a run as server-sent events, when it has changed."""
+    sent: object = None
     while True:
         try:
-            state = await asyncio.to_thread(partial(viewer.describe_run, query, interval / 2))
-            event, key = b"run", {name: value for name, value in state.items() if name != "taken"}
+            root = viewer.root(Query(query))
+            state, event = await asyncio.to_thread(root.describe_run, interval / 2), b"run"
         except (SpileError, OSError) as error:
-            state = key = {"error": str(error)}
-            event = b"problem"
-        if key != sent or quiet >= 5:
-            sent, quiet = key, 0
-            yield b"event: %s\ndata: %s\n\n" % (event, to_json(state))
-        else:
-            quiet += 1
-            yield b": nothing new\n\n"
+            state, event = {"error": str(error)}, b"problem"
+        known = {name: value for name, value in state.items() if name != "taken"}
+        yield b": nothing new\n\n" if known == sent else b"event: %s\ndata: %s\n\n" % (event, to_json(state))
+        sent = known
         await asyncio.sleep(interval)
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host."""
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
@@ -201,8 +162,8 @@ class WebServer:
         try:
             import uvicorn
 
-            token = "" if is_loopback(host) else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-            app = make_app(viewer, AccessRule(token), interval=interval)
+            token = "" if _is_loopback(host) else os.environ.get(TOKEN) or secrets.token_urlsafe(24)
+            app = _make_app(viewer, token, interval)
         except ImportError as error:
             raise UserError(
                 f"the web application needs the package {error.name}", fix="install it with: pip install 'spile[view]'"
