@@ -167,12 +167,12 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
 
         An error is kept, too: open the dataset again to try again.
         """
-        found = self.find_tokenizer()
+        found = self._find_tokenizer()
         if isinstance(found, UserError):
             raise found
         return found
 
-    def find_tokenizer(self) -> Tokenizer | UserError:
+    def _find_tokenizer(self) -> Tokenizer | UserError:
         """Return the tokenizer, or the error of the first attempt: a hub that does not answer is asked only once."""
         if self._tokenizer is None:
             try:

@@ -73,10 +73,12 @@ class Root:
                 self._opened = time.time()
             self._dataset = known
             if self._loading is None:
-                self._loading = threading.Thread(target=self._load_tokenizer, args=(known.find_tokenizer,), daemon=True)
+                self._loading = threading.Thread(
+                    target=self._load_tokenizer, args=(known._find_tokenizer,), daemon=True
+                )
                 self._loading.start()
                 self._deadline = time.monotonic() + _PATIENCE
-            known.find_tokenizer = self._find_tokenizer  # type: ignore[method-assign]
+            known._find_tokenizer = self._find_tokenizer  # type: ignore[method-assign]
             return known
 
     def _load_tokenizer(self, find: Callable[[], Tokenizer | UserError]) -> None:
