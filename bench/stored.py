@@ -14,9 +14,21 @@ import numpy as np
 import spile
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.taps import SCALED, TapRows
-from spile.store.shard import as_stored, decode, rounding, split
+from spile.store.shard import as_stored, decode, split
 
 DTYPES = ("bfloat16", "float16", *SCALED)
+RELATIVE = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def rounding(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Return the largest rounding error of each stored number, as ``docs/format.md`` guarantees it."""
+    if dtype not in SCALED:
+        return np.asarray(RELATIVE[dtype] * np.abs(rows))
+    largest = np.abs(rows).max(axis=-1, initial=0.0, keepdims=True)
+    if dtype == "int8":  # Half a step, plus the float32 rounding of the quotient and the product.
+        return np.broadcast_to(largest / 254 * (1 + 2.0**-15), rows.shape)
+    # Half a unit in the last of four bits, largest just above a power of two; half of 2^-9 scales below 2^-6 scales.
+    return np.asarray(np.maximum(np.abs(rows) / 17, largest / 224 / 1024) * (1 + 2.0**-40))
 
 
 def stored(rows: np.ndarray, dtype: str) -> np.ndarray:

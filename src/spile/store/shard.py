@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,7 @@ from spile.errors import Damaged, untrusted
 from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
 from spile.objects.folder import Folder, Writer
 from spile.spec.ranges import Ranges
-from spile.spec.safetensors import DTYPES, SafetensorsHeader, TensorPlace, encode_header, parse_header
+from spile.spec.safetensors import DTYPES, SafetensorsHeader, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALE_BYTES, SCALED, TapRows
 from spile.store.ledger import FORMAT, ShardRecord
@@ -34,7 +34,6 @@ LIMIT = 248 * 2.0**120
 """Larger numbers (3.3e38) may be infinite when they are decoded."""
 _NUMBERS: dict[str, np.dtype[Any]] = {"int8": np.dtype(np.int8), "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_RELATIVE = {"float32": 0.0, "int32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _Array = npt.NDArray[Any]
 
 
@@ -88,88 +87,12 @@ def decode(
     return wide
 
 
-def rounding(rows: npt.NDArray[np.float64], dtype: str) -> npt.NDArray[np.float64]:
-    """Return the largest rounding error of each stored number, as ``docs/format.md`` guarantees it."""
-    if dtype not in SCALED:
-        return np.asarray(_RELATIVE[dtype] * np.abs(rows))
-    largest = np.abs(rows).max(axis=-1, initial=0.0, keepdims=True)
-    if dtype == "int8":  # Half a step, plus the float32 rounding of the quotient and the product.
-        return np.broadcast_to(largest / 254 * (1 + 2.0**-15), rows.shape)
-    # Half a unit in the last of four bits, largest just above a power of two; half of 2^-9 scales below 2^-6 scales.
-    return np.asarray(np.maximum(np.abs(rows) / 17, largest / 224 / 1024) * (1 + 2.0**-40))
-
-
+ALIGN = 4096
 _BYTES, _ROWS = "chunk_bytes", "chunk_rows"
-_MOST = 64 << 20
-"""The largest chunk in bytes, unless it is a single row. It limits how much must be read to get one row."""
+_LARGEST_CHUNK = 64 << 20
+"""Bytes of a chunk, unless it is a single row. It limits how much must be read to get one row."""
 _SHOWN = 80
 """The number of characters of an invalid value that an error shows."""
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """The length of the chunks of each tensor; the last chunk of a tensor may be shorter."""
-
-    bytes: int
-    """The length of chunks in bytes, for tensors that are not taps."""
-    rows: Mapping[str, int] = field(default_factory=dict)
-    """The number of rows in a chunk, by tap."""
-
-    def length(self, name: str, code: str, shape: Sequence[int]) -> int:
-        rows = self.rows.get(name)
-        return self.bytes if rows is None else rows * _row_bytes(code, shape)
-
-    def count(self, name: str, code: str, shape: Sequence[int]) -> int:
-        """Return the number of chunks of this tensor; 0 if it is empty."""
-        return -(-DTYPES[code].itemsize * math.prod(shape) // self.length(name, code, shape))
-
-    def metadata(self) -> dict[str, str]:
-        """Return the fields of a header that describe the chunks."""
-        rows = {_ROWS: json.dumps(dict(self.rows), separators=(",", ":"), ensure_ascii=False)} if self.rows else {}
-        return {_BYTES: str(self.bytes), **rows}
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, str], places: Mapping[str, TensorPlace], where: str) -> Chunking:
-        """Return the chunking that an untrusted header describes.
-
-        Raises:
-            Damaged: If the fields are malformed, the lengths are impossible, or a tap is missing.
-
-        """
-        with untrusted(Damaged, f"{where} has a header without the sizes of its chunks"):
-            size, rows = int(metadata[_BYTES]), dict(json.loads(metadata.get(_ROWS, "{}")))
-        if not 1 <= size <= _MOST:
-            found = metadata[_BYTES][:_SHOWN]
-            raise Damaged(f"{where} has a header with an invalid {_BYTES}", expected=f"1 to {_MOST}", found=found)
-        for name, count in rows.items():
-            if expected := _wanted(count, places.get(name)):
-                found = f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}"
-                raise Damaged(f"{where} has a header with an invalid {_ROWS}", expected=expected, found=found)
-        if missing := [name for name in places if name not in rows and _is_tap(name, places[name])]:
-            raise Damaged(f"{where} has a header without {_ROWS} of a tap", expected=", ".join(missing)[:_SHOWN])
-        return cls(size, rows)
-
-
-def _row_bytes(code: str, shape: Sequence[int]) -> int:
-    return DTYPES[code].itemsize * shape[1]
-
-
-def _is_tap(name: str, place: TensorPlace) -> bool:
-    return len(place.shape) == 2 and not name.endswith(SUMS)
-
-
-def _wanted(count: object, place: TensorPlace | None) -> str | None:
-    """Return what was expected if ``count`` is not a valid number of rows in a chunk, else None."""
-    if place is None or len(place.shape) != 2 or not place.shape[1]:
-        return "a tensor of rows"
-    if type(count) is not int or count < 1:
-        return "a positive number of rows"
-    if count > 1 and count * _row_bytes(place.code, place.shape) > _MOST:
-        return f"one row, or rows of at most {_MOST} bytes together"
-    return None
-
-
-ALIGN = 4096
 CHUNKS = "chunk_crc32c"
 POSITIONS, CONTEXT, CONTEXT_OFFSETS = "positions", "context", "context_offsets"
 TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
@@ -199,7 +122,7 @@ class ShardSchema:
     """Whether only some tokens have rows. The shard then also contains each row's position and all tokens."""
 
     def tensors(self, samples: int, tokens: int, context: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return the dtype code and shape of every tensor except the checksums, in the order of the file.
+        """Return the dtype code and shape of every tensor, in the order of the file; that of the checksums is empty.
 
         ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
         """
@@ -209,6 +132,7 @@ class ShardSchema:
             "offsets": ("I64", (samples + 1,)),
             "sample_index": ("I64", (samples,)),
             **({CONTEXT_OFFSETS: ("I64", (samples + 1,))} if self.positions else {}),
+            CHUNKS: ("U32", (0,)),  # Wide elements come before narrow ones, so that each tensor is aligned.
             **{tap.name + SCALE: ("F32", (tokens,)) for tap in self.rows if tap.scaled},
             **({POSITIONS: ("I32", (tokens,)), CONTEXT: ("I32", (context,))} if self.positions else {}),
             "tokens": ("I32", (tokens,)),
@@ -221,43 +145,25 @@ class ShardSchema:
         return {tap.name + SUMS: tap.width for tap in numbers}
 
     def metadata(self) -> dict[str, str]:
-        """Return the fields that every header contains besides its samples."""
-        return {
-            "format_version": str(FORMAT),
-            "fingerprint": self.fingerprint,
-            "stream": self.stream,
-        }
+        """Return the fields that every header contains besides its samples and chunks."""
+        return {"format_version": str(FORMAT), "fingerprint": self.fingerprint, "stream": self.stream}
 
-    def chunking(self) -> Chunking:
-        """Return the chunking of a new shard: for taps, the largest power of two of rows that fits, at least one."""
+    def chunk_rows(self) -> dict[str, int]:
+        """Return the rows in a chunk of each tap of a new shard: the largest power of two that fits, at least one."""
         fitting = {tap.name: max(1, CHUNK // tap.number_bytes) for tap in self.rows}
-        return Chunking(CHUNK, {name: 1 << rows.bit_length() - 1 for name, rows in fitting.items()})
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """The header's bytes and the place of every tensor of a shard that is to be written."""
-
-    header: bytes
-    places: dict[str, TensorPlace]
-    size: int
-    chunk_bytes: dict[str, int]
-    """The length of each tensor's chunks in bytes."""
+        return {name: 1 << rows.bit_length() - 1 for name, rows in fitting.items()}
 
 
 @dataclass(frozen=True)
 class ShardHeader(SafetensorsHeader):
-    """The parsed header of a shard."""
+    """The header of a shard."""
 
-    chunking: Chunking
-
-    def chunk_bytes(self, name: str) -> int:
-        place = self.places[name]
-        return self.chunking.length(name, place.code, place.shape)
+    chunk_bytes: Mapping[str, int]
+    """The length of the chunks of each tensor; the last chunk of a tensor may be shorter."""
 
     def chunk_count(self, name: str) -> int:
-        place = self.places[name]
-        return self.chunking.count(name, place.code, place.shape)
+        """Return the number of chunks of a tensor; 0 if it is empty."""
+        return -(-self.places[name].length // self.chunk_bytes[name])
 
     def notes(self) -> list[dict[str, Any]]:
         """Return each sample's index, task id, preview, augmentation, truncation and kept fields."""
@@ -285,30 +191,29 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     ]
 
 
-def _shapes(schema: ShardSchema, samples: int, tokens: int, context: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    known = [(name, code, shape) for name, (code, shape) in schema.tensors(samples, tokens, context).items()]
-    chunking = schema.chunking()
-    chunks = sum(chunking.count(*each) for each in known)
-    # Wide elements before narrow ones, so that each tensor is aligned to its element.
-    last = CONTEXT_OFFSETS if schema.positions else "sample_index"
-    place = [name for name, _, _ in known].index(last) + 1
-    return [*known[:place], (CHUNKS, "U32", (chunks,)), *known[place:]]
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def plan_shard(schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int, context: int = 0) -> ShardLayout:
-    """Plan the layout of a shard.
+def plan_shard(
+    schema: ShardSchema, notes: Sequence[dict[str, Any]], tokens: int, context: int = 0
+) -> tuple[bytes, ShardHeader]:
+    """Plan the layout of a shard; return the bytes of its header and the place of every tensor.
 
     ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
     """
-    records = json.dumps(notes, separators=(",", ":"), ensure_ascii=False)
-    chunking = schema.chunking()
-    metadata = {**schema.metadata(), **chunking.metadata(), "samples": records}
-    shapes = _shapes(schema, len(notes), tokens, context)
+    tensors, rows = schema.tensors(len(notes), tokens, context), schema.chunk_rows()
+    taps = {tap.name: rows[tap.name] * tap.number_bytes for tap in schema.rows}
+    chunk_bytes = {**dict.fromkeys(tensors, CHUNK), **taps}
+    lengths = {name: DTYPES[code].itemsize * math.prod(shape) for name, (code, shape) in tensors.items()}
+    tensors[CHUNKS] = "U32", (sum(-(-length // chunk_bytes[name]) for name, length in lengths.items()),)
+    chunks = {_BYTES: str(CHUNK), **({_ROWS: _json(rows)} if rows else {})}
+    metadata = {**schema.metadata(), **chunks, "samples": _json(notes)}
     try:
-        data, header = encode_header(shapes, metadata, align=ALIGN)
+        data, header = encode_header(((name, *kind) for name, kind in tensors.items()), metadata, align=ALIGN)
     except ValueError as error:
         raise ValueError(f"a shard of {len(notes)} samples needs {error}; begin smaller shards") from error
-    return ShardLayout(data, header.places, header.size, {each[0]: chunking.length(*each) for each in shapes})
+    return data, ShardHeader(header.length, header.places, metadata, chunk_bytes)
 
 
 def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
@@ -321,17 +226,41 @@ def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
         raise Damaged(
             f"{where} has a header of a format that this version cannot read", expected=f"version {FORMAT}", found=found
         )
-    unknown = sorted({place.code for place in header.places.values()} - DTYPES.keys())
+    unknown = {place.code for place in header.places.values()} - DTYPES.keys()
     tail = tuple(name for name in header.places if name in TAIL)
     if header.length % ALIGN or tail != TAIL or tuple(header.places)[-1] != TAIL[-1] or unknown:
         raise Damaged(f"{where} has a header that is not a shard's", expected=f"{', '.join(TAIL)} after the taps")
-    chunking = Chunking.of(header.metadata, header.places, where)
-    shard = ShardHeader(header.length, header.places, header.metadata, chunking)
+    chunk_bytes = _parse_chunk_bytes(header, where)
+    shard = ShardHeader(header.length, header.places, header.metadata, chunk_bytes)
     expected, sums = sum(map(shard.chunk_count, header.places.keys() - {CHUNKS})), header.places[CHUNKS]
     if (sums.code, sums.shape) != ("U32", (expected,)):
         found = f"{sums.code} {list(sums.shape)}"
         raise Damaged(f"{where} has the wrong number of chunks", expected=f"U32 [{expected}]", found=found)
     return shard
+
+
+def _parse_chunk_bytes(header: SafetensorsHeader, where: str) -> dict[str, int]:
+    """Return the length of each tensor's chunks; raise :class:`Damaged` if the header does not state valid ones."""
+    with untrusted(Damaged, f"{where} has a header without the sizes of its chunks"):
+        size, rows = int(header.metadata[_BYTES]), dict(json.loads(header.metadata.get(_ROWS, "{}")))
+    if not 1 <= size <= _LARGEST_CHUNK:
+        found, expected = header.metadata[_BYTES][:_SHOWN], f"1 to {_LARGEST_CHUNK}"
+        raise Damaged(f"{where} has a header with an invalid {_BYTES}", expected=expected, found=found)
+    taps = {name: place for name, place in header.places.items() if len(place.shape) == 2}
+    for name, count in rows.items():
+        row = taps[name].dtype.itemsize * taps[name].shape[1] if name in taps else 0
+        if not row or type(count) is not int or count < 1 or count * row > max(row, _LARGEST_CHUNK):
+            raise Damaged(
+                f"{where} has a header with an invalid {_ROWS}",
+                expected=f"for each tap one row, or rows of at most {_LARGEST_CHUNK} bytes together",
+                found=f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}",
+            )
+    if missing := [name for name in taps if name not in rows and not name.endswith(SUMS)]:
+        raise Damaged(f"{where} has a header without {_ROWS} of a tap", expected=", ".join(missing)[:_SHOWN])
+    return {
+        name: rows[name] * place.dtype.itemsize * place.shape[1] if name in rows else size
+        for name, place in header.places.items()
+    }
 
 
 _PIECE = 4 << 20
@@ -340,33 +269,12 @@ _PIECE = 4 << 20
 Smaller pieces need more calls, and after each call a thread waits for the interpreter's lock."""
 
 
-def _starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
+def _starts(lengths: Iterable[int]) -> npt.NDArray[np.int64]:
+    return np.cumsum([0, *lengths], dtype="<i8")
 
 
-def _joined(dtype: str, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _joined(dtype: str, parts: Sequence[_Array]) -> _Array:
     return np.concatenate(parts).astype(dtype, casting="safe")
-
-
-@dataclass(frozen=True)
-class _Context:
-    """All tokens, and each row's position in its sample, for shards in which only some tokens have rows."""
-
-    offsets: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int32]
-    tokens: npt.NDArray[np.int32]
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> _Context:
-        counting = np.arange(max(map(len, samples)), dtype=np.int32)
-        return cls(
-            _starts([len(sample) for sample in samples]),
-            _joined("<i4", [sample.of_rows(counting[: len(sample)]) for sample in samples]),
-            _joined("<i4", [sample.tokens for sample in samples]),
-        )
-
-    def tensors(self, samples: int, rows: int) -> dict[str, npt.NDArray[Any]]:
-        return {POSITIONS: self.positions[:rows], CONTEXT: self.tokens[: self.offsets[samples]]}
 
 
 class ShardBuilder:
@@ -376,71 +284,47 @@ class ShardBuilder:
     builder must end with ``finish`` or ``abort``.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        name: str,
-        samples: Sequence[Sample],
-        schema: ShardSchema,
-    ) -> None:
+    def __init__(self, folder: Folder, name: str, samples: Sequence[Sample], schema: ShardSchema) -> None:
         if not samples:
             raise ValueError("a shard has at least one sample")
         self.name = name
         self._schema = schema
-        self._taps = [tap.name for tap in schema.rows]
         self._notes = notes_of(samples)
-        self._index = np.array([sample.index for sample in samples], np.int64)
-        self._offsets = _starts([sample.rows for sample in samples])
-        self._tokens = _joined("<i4", [sample.of_rows(sample.tokens) for sample in samples])
-        self._roles = _joined("u1", [sample.of_rows(sample.roles) for sample in samples])
-        if len(self._tokens) != len(self._roles):
-            raise ValueError(f"{len(self._tokens)} tokens and {len(self._roles)} roles")
-        self._context = _Context.of(samples) if schema.positions else None
-        if len(np.unique(self._index)) != len(samples):
-            raise ValueError("a sample is in the shard twice")
-        self._plan = self._plan_of(schema, len(samples))
-        self._crcs = [ChunkedCrc(self._plan.chunk_bytes[tap]) for tap in self._taps]
-        widths = [schema.sums().get(tap + SUMS) for tap in self._taps]
-        self._statistics = [None if width is None else TapAccumulator(width) for width in widths]
-        self._scales = {tap.name: np.zeros(self.rows, "<f4") for tap in schema.rows if tap.scaled}
-        self._writer: Writer = folder.writer(name, self._plan.size)
-
-    @property
-    def size(self) -> int:
-        """The size of the shard in bytes, with all its samples."""
-        return self._plan.size
-
-    @property
-    def rows(self) -> int:
-        """The number of rows at each tap, with all samples."""
-        return int(self._offsets[-1])
-
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
+        self.offsets = _starts(sample.rows for sample in samples)
         """The first row of each sample, and the end of the last one."""
-        return self._offsets
+        self.rows = int(self.offsets[-1])
+        """The number of rows at each tap, with all samples."""
+        self._tail = _tail_of(samples, schema, self.offsets)
+        if len(self._tail["tokens"]) != len(self._tail["roles"]):
+            raise ValueError(f"{len(self._tail['tokens'])} tokens and {len(self._tail['roles'])} roles")
+        if len(np.unique(self._tail["sample_index"])) != len(samples):
+            raise ValueError("a sample is in the shard twice")
+        _, self._header = self._plan(schema, len(samples))
+        self.size = self._header.size
+        """The size of the shard in bytes, with all its samples."""
+        self._crcs = [ChunkedCrc(self._header.chunk_bytes[tap.name]) for tap in schema.rows]
+        self._statistics = {name.removesuffix(SUMS): TapAccumulator(width) for name, width in schema.sums().items()}
+        self._writer: Writer = folder.writer(name, self.size)
 
-    def _plan_of(self, schema: ShardSchema, samples: int) -> ShardLayout:
-        context = 0 if self._context is None else int(self._context.offsets[samples])
-        return plan_shard(schema, self._notes[:samples], int(self._offsets[samples]), context)
+    def _plan(self, schema: ShardSchema, samples: int) -> tuple[bytes, ShardHeader]:
+        context = int(self._tail[CONTEXT_OFFSETS][samples]) if schema.positions else 0
+        return plan_shard(schema, self._notes[:samples], int(self.offsets[samples]), context)
 
     def write(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
         """Write the next rows of the tap at index ``tap`` of the stream's taps, from row ``row`` on."""
-        expected = self._schema.rows[tap]
-        dtype, columns = ("int8", expected.bytes) if expected.scaled else (expected.dtype, expected.width)
+        kind, crc = self._schema.rows[tap], self._crcs[tap]
+        dtype, columns = ("int8", kind.bytes) if kind.scaled else (kind.dtype, kind.width)
         if rows.dtype != dtype or rows.ndim != 2 or rows.shape[1] != columns:
             raise ValueError(f"rows of {rows.dtype} {rows.shape} for {dtype} [n, {columns}]")
-        crc = self._crcs[tap]
-        width = expected.number_bytes
-        if crc.length != row * width or row + len(rows) > self.rows:
-            raise ValueError(f"{self._taps[tap]}: rows {row} to {row + len(rows)} after {crc.length // width}")
+        width, stop = kind.number_bytes, row + len(rows)
+        if crc.length != row * width or stop > self.rows:
+            raise ValueError(f"{kind.name}: rows {row} to {stop} after {crc.length // width}")
         if not len(rows):
             return
-        if expected.scaled:
-            rows, scales = split(rows.view(np.int8), expected.dtype)
-            self._scales[expected.name][row : row + len(rows)] = scales
+        if kind.scaled:
+            rows, self._tail[kind.name + SCALE][row:stop] = split(rows.view(np.int8), kind.dtype)
         data = np.ascontiguousarray(rows).view(np.uint8).reshape(-1).data
-        place = self._plan.places[self._taps[tap]].start + row * width
+        place = self._header.places[kind.name].start + row * width
         step = max(1, _PIECE // crc.chunk) * crc.chunk
         start = 0
         while start < len(data):
@@ -449,21 +333,16 @@ class ShardBuilder:
             crc.extend(piece)
             self._writer.write_at(place + start, piece)
             start += len(piece)
-        self._take(tap, row, rows)
+        if kind.name in self._statistics:
+            self._add_statistics(kind, row, rows)
 
-    def _take(self, tap: int, row: int, rows: npt.NDArray[np.generic]) -> None:
-        """Add rows to the tap's statistics."""
-        statistics = self._statistics[tap]
-        if statistics is not None:
-            place = np.arange(row, row + len(rows))
-            sample = np.searchsorted(self._offsets, place, side="right") - 1
-            tokens = self._tokens[row : row + len(rows)]
-            scales = self._scales.get(self._taps[tap])
-            rows = rows if scales is None else decode(rows, scales[row : row + len(rows)])
-            positions = place - self._offsets[sample]
-            if self._context is not None:
-                positions = self._context.positions[row : row + len(rows)]
-            statistics.add(rows, tokens, self._index[sample], positions)
+    def _add_statistics(self, kind: TapRows, row: int, rows: _Array) -> None:
+        tail, these = self._tail, slice(row, row + len(rows))
+        places = np.arange(these.start, these.stop)
+        sample = np.searchsorted(self.offsets, places, side="right") - 1
+        positions = tail[POSITIONS][these] if POSITIONS in tail else places - self.offsets[sample]
+        rows = decode(rows, tail[kind.name + SCALE][these]) if kind.scaled else rows
+        self._statistics[kind.name].add(rows, tail["tokens"][these], tail["sample_index"][sample], positions)
 
     def finish(self, samples: int | None = None) -> ShardRecord:
         """Make the shard durable with its first ``samples`` samples (default: all), and return its record."""
@@ -479,63 +358,75 @@ class ShardBuilder:
     def _finish(self, samples: int) -> ShardRecord:
         if not 0 < samples <= len(self._notes):
             raise ValueError(f"{samples} samples of the {len(self._notes)} begun")
-        tokens = int(self._offsets[samples])
-        plan = self._plan if samples == len(self._notes) else self._plan_of(self._schema, samples)
-        chunks = {tap: self._chunks(number, tokens) for number, tap in enumerate(self._taps)}
-        known = {tap: each.result() for tap, each in zip(self._taps, self._statistics, strict=True) if each is not None}
-        if any(each.count != tokens for each in known.values()):  # They include rows that the shard does not keep.
-            known = {}
-            plan = self._plan_of(replace(self._schema, statistics=False), samples)
-        self._compact(plan)
-        tail = {
-            **{tap + SUMS: each.sums[0].astype("<f8") for tap, each in known.items()},
-            "offsets": self._offsets[: samples + 1].astype("<i8"),
-            "sample_index": self._index[:samples].astype("<i8"),
-            **({} if self._context is None else {CONTEXT_OFFSETS: self._context.offsets[: samples + 1]}),
-            **{tap + SCALE: scales[:tokens] for tap, scales in self._scales.items()},
-            **({} if self._context is None else self._context.tensors(samples, tokens)),
-            "tokens": self._tokens[:tokens],
-            "roles": self._roles[:tokens],
-        }
-        for name, array in tail.items():
-            whole = ChunkedCrc(plan.chunk_bytes[name])
-            whole.extend(array.reshape(-1).view(np.uint8).data)
+        tokens = int(self.offsets[samples])
+        chunks = {tap.name: self._chunks(number, tokens) for number, tap in enumerate(self._schema.rows)}
+        statistics = {tap: each.result() for tap, each in self._statistics.items()}
+        if any(each.count != tokens for each in statistics.values()):  # They include rows that the shard does not keep.
+            statistics = {}
+        head, header = self._plan(replace(self._schema, statistics=bool(statistics)), samples)
+        self._compact(header)
+        arrays = {name: array[: header.places[name].shape[0]] for name, array in self._tail.items()}
+        arrays |= {tap + SUMS: each.sums[0].astype("<f8") for tap, each in statistics.items()}
+        for name, array in arrays.items():
+            whole = ChunkedCrc(header.chunk_bytes[name])
+            whole.extend(_bytes_of(array))
             chunks[name] = whole.chunks(array.nbytes)
-        sums = np.array([crc for each in chunks.values() for crc in each], "<u4")
-        crcs = {
-            name: fold_chunks(each, plan.places[name].length, plan.chunk_bytes[name]) for name, each in chunks.items()
-        }
-        crcs[CHUNKS] = crc32c(sums.tobytes())
-        crcs = {name: crcs[name] for name in plan.places}
-        self._writer.write_at(0, plan.header)
-        for name, array in {**tail, CHUNKS: sums}.items():
+        arrays[CHUNKS] = np.array([crc for name in header.places if name != CHUNKS for crc in chunks[name]], "<u4")
+        chunks[CHUNKS] = [crc32c(_bytes_of(arrays[CHUNKS]))]
+        self._writer.write_at(0, head)
+        for name, array in arrays.items():
             if array.nbytes:
-                self._writer.write_at(plan.places[name].start, array.reshape(-1).view(np.uint8).data)
-        self._writer.finish(plan.size)
-        header = (len(plan.header), crc32c(plan.header))
+                self._writer.write_at(header.places[name].start, _bytes_of(array))
+        self._writer.finish(header.size)
+        crcs = {
+            name: fold_chunks(chunks[name], place.length, header.chunk_bytes[name])
+            for name, place in header.places.items()
+        }
+        parts = [(crc32c(head), len(head)), *((crcs[name], place.length) for name, place in header.places.items())]
         return ShardRecord(
             name=self.name,
-            size=plan.size,
-            crc32c=fold([(header[1], header[0]), *((crc, plan.places[name].length) for name, crc in crcs.items())]),
-            header=header,
+            size=header.size,
+            crc32c=fold(parts),
+            header=(len(head), crc32c(head)),
             tensors=crcs,
-            samples=Ranges.of(self._index[:samples].tolist()),
+            samples=Ranges.of(arrays["sample_index"].tolist()),
             count=samples,
             tokens=tokens,
-            statistics={tap: each.to_json() for tap, each in known.items()},
+            statistics={tap: each.to_json() for tap, each in statistics.items()},
         )
 
     def _chunks(self, tap: int, tokens: int) -> list[int]:
-        width = self._schema.rows[tap].number_bytes
+        kind, crc = self._schema.rows[tap], self._crcs[tap]
         try:
-            return self._crcs[tap].chunks(tokens * width)
+            return crc.chunks(tokens * kind.number_bytes)
         except KeyError:
-            written = self._crcs[tap].length // width
-            raise ValueError(f"{self._taps[tap]}: no write ended at row {tokens}; {written} were written") from None
+            written = crc.length // kind.number_bytes
+            raise ValueError(f"{kind.name}: no write ended at row {tokens}; {written} were written") from None
 
-    def _compact(self, plan: ShardLayout) -> None:
+    def _compact(self, header: ShardHeader) -> None:
         # Blocks move towards the front in order, so a block only overwrites what has been moved already.
-        for tap in self._taps:
-            source, target = self._plan.places[tap], plan.places[tap]
+        for tap in self._schema.rows:
+            source, target = self._header.places[tap.name], header.places[tap.name]
             if source.start != target.start and target.length:
                 self._writer.move(source.start, target.start, target.length)
+
+
+def _tail_of(samples: Sequence[Sample], schema: ShardSchema, offsets: npt.NDArray[np.int64]) -> dict[str, _Array]:
+    """Return the tensors that are neither rows nor derived from them; the scales are filled in as rows are written."""
+    tail: dict[str, _Array] = {
+        "offsets": offsets,
+        "sample_index": np.array([sample.index for sample in samples], "<i8"),
+        "tokens": _joined("<i4", [sample.of_rows(sample.tokens) for sample in samples]),
+        "roles": _joined("u1", [sample.of_rows(sample.roles) for sample in samples]),
+        **{tap.name + SCALE: np.zeros(offsets[-1], "<f4") for tap in schema.rows if tap.scaled},
+    }
+    if schema.positions:
+        counting = np.arange(max(map(len, samples)), dtype=np.int32)
+        tail[POSITIONS] = _joined("<i4", [sample.of_rows(counting[: len(sample)]) for sample in samples])
+        tail[CONTEXT] = _joined("<i4", [sample.tokens for sample in samples])
+        tail[CONTEXT_OFFSETS] = _starts(len(sample) for sample in samples)
+    return tail
+
+
+def _bytes_of(array: _Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -79,8 +79,8 @@ def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
     schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
     context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # _index checks the value
-    shapes = schema.tensors(record.count, record.tokens, context)
-    found = {name: (place.code, place.shape) for name, place in header.places.items() if name != CHUNKS}
+    found = {name: (place.code, place.shape) for name, place in header.places.items()}
+    shapes = {**schema.tensors(record.count, record.tokens, context), CHUNKS: found[CHUNKS]}
     wanted = schema.metadata()
     says = [
         f"the header says {name} {header.metadata.get(name)}, expected {value}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,21 +49,32 @@ class ChunkSums(NamedTuple):
 
 
 class ShardReader:
-    """Reads the header, tail and rows of a shard on demand. It is thread-safe."""
+    """Reads the header, tail and rows of a shard on demand. It is thread-safe.
+
+    Args:
+        folder: The folder of the stream.
+        record: The record of the shard in its commit.
+        expected: Values that the header must have, such as the id of the stream.
+        added: The readers of the files that hold added taps of the same rows, by tap.
+
+    """
 
     def __init__(
-        self, folder: Folder, record: ShardRecord, *, stream: str | None = None, fingerprint: str | None = None
+        self,
+        folder: Folder,
+        record: ShardRecord,
+        expected: Mapping[str, str] = MappingProxyType({}),
+        added: Mapping[str, ShardReader] = MappingProxyType({}),
     ) -> None:
         self.folder, self.record = folder, record
-        self.belongs = {"stream": stream, "fingerprint": fingerprint}
-        """The values that the header must have; None accepts any value."""
+        self._expected, self._added = expected, added
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
         self._map: MappedFile | Literal[False] | None = None
         self._object: memoryview | None = None
         self._header: ShardHeader | None = None
         self._notes: list[dict[str, Any]] | None = None
-        self._tail: tuple[int, memoryview] | None = None
+        self._tail: memoryview | None = None
         self._kept: dict[str, npt.NDArray[Any]] = {}
         self._sums: dict[str, ChunkSums] = {}
         self._places: npt.NDArray[np.intp] | None = None
@@ -73,11 +85,10 @@ class ShardReader:
         with self._lock:
             if self._header is None:
                 length, crc = self.record.header
-                data = self._checked("its header", 0, length, [crc], length)
+                data = self._checked("its header", 0, length, [crc], length, self._bytes)
                 header = parse_shard_header(bytes(data), self.record.size, self.where)
-                for name, wanted in self.belongs.items():
-                    if wanted is not None and header.metadata.get(name) != wanted:
-                        found = header.metadata.get(name)
+                for name, wanted in self._expected.items():
+                    if (found := header.metadata.get(name)) != wanted:
                         raise Damaged(f"{self.where} is a shard of another {name}", expected=wanted, found=found)
                 self._header = header
             return self._header
@@ -92,16 +103,14 @@ class ShardReader:
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a whole tensor that is not a tap, checked against the commit. It is kept in memory."""
+        if (file := self.of(name)) is not self:
+            return file.read_tensor(name)
         with self._lock:
             if name not in self._kept:
                 place, wanted = self.place(name), self.record.tensors.get(name)
                 if wanted is None:
                     raise Damaged(f"{self.where}: its commit has no checksum of {name}")
-                data = self._tail_bytes(place)
-                if crc32c(data) != wanted:
-                    data = self._checked(
-                        name, place.start, place.length, [wanted], max(1, place.length), read=self._read
-                    )
+                data = self._checked(name, place.start, place.length, [wanted], max(1, place.length), self._tail_bytes)
                 self._kept[name] = np.frombuffer(data, place.dtype).reshape(place.shape)
             return self._kept[name]
 
@@ -134,6 +143,8 @@ class ShardReader:
 
     def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``start`` to ``stop`` of a tensor, fetched with one range read of whole chunks."""
+        if (file := self.of(name)) is not self:
+            return file.rows(name, start, stop)
         place = self.place(name)
         width = place.length // place.shape[0] if place.shape[0] else 0
         first, last = start * width, stop * width
@@ -161,13 +172,14 @@ class ShardReader:
         return decode(rows, self.read_tensor(name + SCALE)[start : start + len(rows)])
 
     def _encoded(self, name: str) -> bool:
-        return name + SCALE in self.header.places
+        return name + SCALE in self.of(name).header.places
 
     def chunk_bytes(self, name: str) -> int:
-        return self.header.chunk_bytes(name)
+        return self.of(name).header.chunk_bytes[name]
 
     def chunk_rows(self, tap: str) -> int:
-        return self.header.chunking.rows[tap]
+        place = self.place(tap)
+        return self.chunk_bytes(tap) // (place.dtype.itemsize * place.shape[1])
 
     def pieces(self, name: str, size: int) -> list[tuple[int, int]]:
         """Return ranges of chunks of about ``size`` bytes that cover a tensor, as arguments for :meth:`chunks`."""
@@ -182,7 +194,8 @@ class ShardReader:
         start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
         if self._known_good(name, begin, end):
             return self._bytes(start, length)
-        data = self._checked(f"{name}, chunk {{}}", start, length, sums.crcs[begin:end].tolist(), chunk, begin)
+        crcs = sums.crcs[begin:end].tolist()
+        data = self._checked(f"{name}, chunk {{}}", start, length, crcs, chunk, self._bytes, begin)
         sums.trusted[begin:end] = True
         return data
 
@@ -195,13 +208,12 @@ class ShardReader:
         return fold_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
 
     def of(self, name: str) -> ShardReader:
-        """Return the reader of the file that contains a tensor: this one, except for joined shards."""
-        del name
-        return self
+        """Return the reader of the file that contains a tensor: this one, except for added taps."""
+        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE), self)
 
     def place(self, name: str) -> TensorPlace:
         """Return the place of a tensor; raise KeyError if the shard does not contain it."""
-        return self.header.places[name]
+        return self.of(name).header.places[name]
 
     def _checked(
         self,
@@ -210,18 +222,18 @@ class ShardReader:
         length: int,
         sums: Sequence[int],
         step: int,
+        read: Callable[[int, int], memoryview],
         first: int = 0,
-        read: Callable[[int, int], memoryview] | None = None,
     ) -> memoryview:
         """Return bytes that match their checksums, one per ``step`` bytes. After a mismatch they are read once more.
 
         They are checked with one call, because each call releases the interpreter's lock and must wait to get it back.
         """
         for last in (False, True):
-            data = (read or self._bytes)(start, length)
+            data = read(start, length)
             if crc32c(data) == fold_chunks(sums, length, step):
                 break
-            self._object = None
+            self._object = self._tail = None
             if last:
                 found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
                 place = next((n for n, (a, b) in enumerate(zip(found, sums, strict=False)) if a != b), len(found) - 1)
@@ -242,13 +254,14 @@ class ShardReader:
                     at += count
             return self._sums[name]
 
-    def _tail_bytes(self, place: TensorPlace) -> memoryview:
-        begin = self.place("offsets").start
-        if place.start < begin or self.record.size - begin > _SMALL:
-            return self._read(place.start, place.length)
-        if self._tail is None:
-            self._tail = begin, self._read(begin, self.record.size - begin)
-        return self._tail[1][place.start - begin : place.stop - begin]
+    def _tail_bytes(self, start: int, length: int) -> memoryview:
+        begin = self.header.places["offsets"].start
+        if start < begin or self.record.size - begin > _SMALL:
+            return self._read(start, length)
+        tail = self._tail
+        if tail is None:
+            tail = self._tail = self._read(begin, self.record.size - begin)
+        return tail[start - begin : start - begin + length]
 
     def _bytes(self, start: int, length: int) -> memoryview:
         """Return bytes of the object; those of a local file are mapped, not copied, if they can be."""
@@ -279,13 +292,9 @@ class ShardReader:
             return memoryview(self.folder.get_range(self.record.name, start, length))
         target = np.empty(length, np.uint8).data
         if read_into(path / self.record.name, start, target) != len(target):
-            self.raise_cut_short()
+            self._check_size()
+            raise Damaged(f"{self.where} became shorter while it was read")
         return target
-
-    def raise_cut_short(self) -> NoReturn:
-        """Raise the error for a file that is shorter than its commit states."""
-        self._check_size()
-        raise Damaged(f"{self.where} became shorter while it was read")
 
     def _check_size(self) -> None:
         found = self.folder.info(self.record.name).size
@@ -297,45 +306,3 @@ class ShardReader:
             if self._map is None:
                 self._map = MappedFile.of(path / self.record.name, self.record.size) or False
             return self._map or None
-
-
-_Array = npt.NDArray[Any]
-
-
-class JoinedShard(ShardReader):
-    """Reads a stream's own shard together with the shards of its added taps, each from the file that contains it."""
-
-    def __init__(self, own: ShardReader, added: Mapping[str, ShardReader]) -> None:
-        super().__init__(own.folder, own.record, **own.belongs)
-        self._own, self._added = own, added
-
-    def of(self, name: str) -> ShardReader:
-        return self._added.get(name.removesuffix(SUMS).removesuffix(SCALE), self._own)
-
-    @property
-    def header(self) -> ShardHeader:
-        return self._own.header
-
-    def place(self, name: str) -> TensorPlace:
-        return self.of(name).place(name)
-
-    def read_tensor(self, name: str) -> _Array:
-        return self.of(name).read_tensor(name)
-
-    def rows(self, name: str, start: int, stop: int) -> _Array:
-        return self.of(name).rows(name, start, stop)
-
-    def row_type(self, name: str) -> tuple[np.dtype[Any], int]:
-        return self.of(name).row_type(name)
-
-    def decoded(self, name: str, start: int, rows: _Array) -> _Array:
-        return self.of(name).decoded(name, start, rows)
-
-    def chunk_bytes(self, name: str) -> int:
-        return self.of(name).chunk_bytes(name)
-
-    def chunk_rows(self, tap: str) -> int:
-        return self.of(tap).chunk_rows(tap)
-
-    def chunks(self, name: str, begin: int, end: int) -> memoryview:
-        return self.of(name).chunks(name, begin, end)

@@ -297,6 +297,10 @@ class StreamRecord:
     base: str | None = None
     """For added taps: the id of the stream that they were added to."""
 
+    def header_fields(self) -> dict[str, str]:
+        """Return the fields of a shard's header that name its stream and run."""
+        return {"stream": self.id, "fingerprint": self.fingerprint}
+
     def schema(self, run: RunIdentity, statistics: bool = False) -> ShardSchema:
         some = run.positions != ALL
         return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep, some)

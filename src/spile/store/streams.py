@@ -32,7 +32,7 @@ from spile.store.layout import (
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
-from spile.store.shard_reader import JoinedShard, ShardReader
+from spile.store.shard_reader import ShardReader
 from spile.store.stream import StreamRecord, StreamStore, read_stream, stream_bytes
 
 
@@ -268,14 +268,11 @@ class Stream:
 
     def open(self, shard: ShardRecord) -> ShardReader:
         """Open a shard together with its added taps. The header must name this stream."""
-        own = ShardReader(self.folder, shard, stream=self.record.id, fingerprint=self.record.fingerprint)
         added: dict[str, ShardReader] = {}
         for each, shards in zip(self.additions, self._added_by_shard, strict=True):
-            reader = ShardReader(
-                each.folder, shards[shard.name], stream=each.record.id, fingerprint=each.record.fingerprint
-            )
+            reader = ShardReader(each.folder, shards[shard.name], each.record.header_fields())
             added |= dict.fromkeys(each.taps, reader)
-        return JoinedShard(own, added) if added else own
+        return ShardReader(self.folder, shard, self.record.header_fields(), added)
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int]]:

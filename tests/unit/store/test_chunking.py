@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -21,17 +22,25 @@ from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.ledger import ShardRecord
-from spile.store.shard import CHUNKS, Chunking, ShardBuilder, ShardSchema, as_stored, parse_shard_header, plan_shard
-from spile.store.shard_reader import JoinedShard, ShardReader
+from spile.store.shard import CHUNKS, ShardBuilder, ShardSchema, as_stored, parse_shard_header, plan_shard
+from spile.store.shard_reader import ShardReader
 
 NAME = "shard_0001-abcd.safetensors"
+
+
+class Chunking(NamedTuple):
+    """The length of the chunks of tensors in bytes, and of taps in rows."""
+
+    bytes: int
+    rows: dict[str, int]
 
 
 @contextmanager
 def cut(chunking: Chunking) -> Iterator[None]:
     """Shards are written so, and none is so small that it is read whole."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(ShardSchema, "chunking", lambda _: chunking))
+        stack.enter_context(patch("spile.store.shard.CHUNK", chunking.bytes))
+        stack.enter_context(patch.object(ShardSchema, "chunk_rows", lambda _: chunking.rows))
         stack.enter_context(patch("spile.store.shard_reader.SMALL_SHARD", 0))
         yield
 
@@ -98,10 +107,12 @@ def _read(shard: ShardReader) -> list[RowBatch]:
 def test_a_new_shards_chunks_are_whole_rows(width: int, dtype: str, data: st.DataObject) -> None:
     tap = TapRows("residual.0", (width,), dtype)
     tokens = data.draw(st.integers(0, 1_000_000))
-    plan = plan_shard(ShardSchema((tap,), "f", "s"), [], tokens)
-    header = parse_shard_header(plan.header, plan.size, "it")
-    rows, length = header.chunking.rows["residual.0"], header.chunk_bytes("residual.0")
-    assert length == rows * tap.number_bytes == plan.chunk_bytes["residual.0"]
+    data, plan = plan_shard(ShardSchema((tap,), "f", "s"), [], tokens)
+    header = parse_shard_header(data, plan.size, "it")
+    assert header == plan
+    length = header.chunk_bytes["residual.0"]
+    rows = length // tap.number_bytes
+    assert length == rows * tap.number_bytes
     assert rows.bit_count() == 1
     assert rows == 1 or length <= 1 << 19
     assert 2 * length > 1 << 19
@@ -142,7 +153,7 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
         with cut(chunking):
             made.append(write(folder, tap, 30))
     own, added = (ShardReader(folder, record) for folder, (record, _) in zip(folders, made, strict=True))
-    shard = JoinedShard(own, {"mlp.1": added})
+    shard = ShardReader(own.folder, own.record, added={"mlp.1": added})
     for tap, chunking, (_, rows) in zip(taps, cuts, made, strict=True):
         assert shard.chunk_rows(tap.name) == chunking.rows[tap.name]
         assert shard.chunk_bytes(tap.name) == (60 if tap.name == "residual.0" else 80)
@@ -177,7 +188,7 @@ def test_a_header_says_how_it_is_cut() -> None:
             with pytest.raises(Damaged, match="'from_the': future"):
                 parse_shard_header(data, size, "it")
         else:
-            assert parse_shard_header(data, size, "it").chunk_bytes("residual.0") == length
+            assert parse_shard_header(data, size, "it").chunk_bytes["residual.0"] == length
 
 
 HOSTILE: dict[str, tuple[dict[str, str], str]] = {
@@ -196,15 +207,21 @@ HOSTILE: dict[str, tuple[dict[str, str], str]] = {
     "no JSON": ({"chunk_bytes": "64", "chunk_rows": "{"}, "a header without the sizes of its chunks"),
     "a deep one": ({"chunk_bytes": "64", "chunk_rows": "[" * 100_000}, "a header without the sizes of its chunks"),
     **{
-        f"rows: {value}": ({"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": value})}, "a positive number")
+        f"rows: {value}": (
+            {"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": value})},
+            "an invalid chunk_rows",
+        )
         for value in (0, -1, 1.5, "4", True, None, [4], {"a": 1})
     },
     "rows without end": (
         {"chunk_bytes": "64", "chunk_rows": json.dumps({"residual.0": 1 << 70})},
-        "expected one row, or rows of at most 67108864 bytes together, found 'residual.0': 1180591620717411303424",
+        "one row, or rows of at most 67108864 bytes together, found 'residual.0': 1180591620717411303424",
     ),
     **{
-        f"rows of {name}": ({"chunk_bytes": "64", "chunk_rows": json.dumps({name: 2})}, f"a tensor of rows, .*'{name}'")
+        f"rows of {name}": (
+            {"chunk_bytes": "64", "chunk_rows": json.dumps({name: 2})},
+            f"an invalid chunk_rows: .*'{name}'",
+        )
         for name in ("tokens", "residual.7", CHUNKS, "")
     },
 }
@@ -221,10 +238,10 @@ def test_an_impossible_header_is_refused(what: str) -> None:
 
 def test_rows_of_no_width_are_in_no_chunks() -> None:
     data, size = header_of({"chunk_bytes": "64", "chunk_rows": '{"residual.0":2}'}, 4, width=0)
-    with pytest.raises(Damaged, match="a tensor of rows"):
+    with pytest.raises(Damaged, match="an invalid chunk_rows"):
         parse_shard_header(data, size, "it")
 
 
 def test_one_row_may_be_longer_than_any_chunk() -> None:
     data, size = header_of({"chunk_bytes": "64", "chunk_rows": '{"residual.0":1}'}, 5, width=20 << 20, tokens=1)
-    assert parse_shard_header(data, size, "it").chunk_bytes("residual.0") == 80 << 20
+    assert parse_shard_header(data, size, "it").chunk_bytes["residual.0"] == 80 << 20

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from bench.stored import rounding
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -23,7 +24,7 @@ from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.ledger import unseal
-from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, rounding, split
+from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
