@@ -31,7 +31,7 @@ from typing import Any
 from bench.meter import ProcessorMeter
 from spile.data.split import make_streams
 from spile.objects import open_folder
-from spile.store.streams import find_streams
+from spile.store.layout import find_streams
 from spile.store.verification import verify
 from spile_fakes.gcs import FakeGcs
 

@@ -30,8 +30,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
 from spile.store.index import IndexEntry, copy_ledger, group_key, pack_group
 from spile.store.layout import STREAM, commit_key
-from spile.store.ledger import Commit, ShardRecord
-from spile.store.stream import StreamRecord, join_run, now_iso, stream_bytes
+from spile.store.ledger import Commit, ShardRecord, iso_time
+from spile.store.stream import StreamRecord, join_run, stream_bytes
 from spile_fakes.gcs import FakeGcs
 
 _LATENCY = 0.05
@@ -85,7 +85,7 @@ def _commit(stream: str, place: int) -> Commit:
         count=_SAMPLES,
         tokens=_SAMPLES * 1500,
     )
-    return Commit(place + 1, "0123456789ab", stream, (shard,), (), None, created=now_iso(), version="0")
+    return Commit(place + 1, "0123456789ab", stream, (shard,), (), None, created=iso_time(), version="0")
 
 
 def _serve(streams: int, shards: int) -> None:

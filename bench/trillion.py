@@ -39,7 +39,7 @@ from spile.store.heartbeat import EVERY
 from spile.store.index import INDEX, write_entry
 from spile.store.ledger import ShardRecord, read_ledger
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream, read_stream
 from spile.worker.claiming import PlannedStream, take_unfinished
 
 _D, _LAYERS, _LAYER, _PARAMETERS = 3584, 28, 14, 7.6e9
@@ -283,7 +283,10 @@ class Run:
         quiet = VirtualFolder(replace(self.world.bucket, request=lambda _kind, _key: None), "run")
         commits = 0
         for number in range(self.world.streams):
-            ledger = read_ledger(quiet.child(f"stream_{number}"), None)
+            folder = quiet.child(f"stream_{number}")
+            record = read_stream(folder)
+            assert record is not None
+            ledger = read_ledger(folder, record.id)
             if ledger.done != Ranges([(0, self.world.samples)]) or ledger.doubled:
                 raise AssertionError(f"stream {number}: {ledger.done.text()} of {self.world.samples}")
             if ledger.samples != self.world.samples:

@@ -26,7 +26,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.stream import StreamStore, join_run, join_stream, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
 from spile.worker.producer import RowBlock
@@ -170,7 +170,9 @@ def until(path: Path, process: ForkServerProcess) -> None:
 
 def committed(folder: Folder) -> Ranges:
     """What is done, by the ledger."""
-    return read_ledger(folder.child("tpu_0"), None).done
+    stream = folder.child("tpu_0")
+    record = read_stream(stream)
+    return Ranges() if record is None else read_ledger(stream, record.id).done
 
 
 def assert_whole(url: str, count: int) -> None:

@@ -17,7 +17,7 @@ from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import Folder, open_folder
-from spile.store.streams import find_streams
+from spile.store.layout import find_streams
 from spile.store.verification import verify
 from spile_fakes.gcs import FakeGcs
 

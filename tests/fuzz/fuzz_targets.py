@@ -120,7 +120,7 @@ class Targets:
     def commit(self) -> Target:
         def read(data: bytes) -> None:
             for form in (data, _resealed(data)):
-                with_ours(lambda form=form: Commit.from_bytes(form, "commit").covered())  # type: ignore[misc]
+                with_ours(lambda form=form: Commit.from_bytes(form, "commit").pairs())  # type: ignore[misc]
 
         return (self._dataset / "tpu_0/commits/0001.json").read_bytes(), read
 

@@ -64,7 +64,9 @@ def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(
     assert sum(stream.samples for stream in report.streams) == 12
 
 
-def test_parts_of_different_incarnations_are_not_merged(ran: tuple[list[Path], list[str]], tmp_path: Path) -> None:
+def test_parts_of_a_stream_and_of_its_second_start_are_not_merged(
+    ran: tuple[list[Path], list[str]], tmp_path: Path
+) -> None:
     disks = [Path(shutil.copytree(disk, tmp_path / disk.name)) for disk in ran[0]]
     file = disks[1] / "activations" / "tpu_0" / "stream.json"
     record = read_stream(open_folder(str(file.parent)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from itertools import islice
@@ -68,15 +68,13 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
 
 
 @contextmanager
-def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator[tuple[RunParts | None, int]]:
-    """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine, and the number of its workers.
-
-    The function is None if the flags ask for no engine. Results are yielded as they arrive.
-    """
+def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator[RunParts | None]:
+    """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine; None if the flags ask for none."""
     from spile.launch.engines import make_engine
+    from spile.store.parts import divide
 
     if flags is None or not flags.asked:
-        yield None, 1
+        yield None
         return
     flags.check()
     place = _absolute_folder(root)
@@ -85,10 +83,7 @@ def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator
         if runner.elsewhere:
             runner.check(_reading_check(place))
 
-        def run(parts: Sequence[DatasetPart]) -> Iterable[tuple[DatasetPart, Mapping[str, Any]]]:
-            return _run_parts(runner, (command, place), parts)
-
-        yield run, runner.workers
+        yield lambda sizes: _run_parts(runner, (command, place), divide(sizes, runner.workers))
 
 
 def _reading_check(place: str) -> ClusterCheck:
@@ -100,18 +95,16 @@ def _reading_check(place: str) -> ClusterCheck:
     return ClusterCheck(inputs=tuple(inputs))
 
 
-def _run_parts(
-    runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPart]
-) -> list[tuple[DatasetPart, Mapping[str, Any]]]:
+def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPart]) -> list[Mapping[str, Any]]:
     from spile.launch.supervisor import StreamTask, Supervisor
     from spile.view.table import SafeConsole
 
     console = SafeConsole(stderr=True)
-    results: list[tuple[DatasetPart, Mapping[str, Any]]] = []
+    results: list[Mapping[str, Any]] = []
 
     def finished(end: WorkerEnd) -> None:
         with untrusted(Failure, f"the result of the worker for part {parts[end.stream]} cannot be read"):
-            results.append((parts[end.stream], dict(json.loads(end.last_line))))
+            results.append(dict(json.loads(end.last_line)))
 
     tasks = [
         StreamTask(number, (*words, "--part", str(part)), part.size, name=f"part {part}")

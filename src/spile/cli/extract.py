@@ -243,8 +243,8 @@ def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
     from spile.objects import open_folder
     from spile.store.streams import missing_from_copy
 
-    if found := missing_from_copy(open_folder(spec.local_copy), spec.data.worker_id):
-        log(found.line(home))
+    if found := missing_from_copy(open_folder(spec.local_copy), home, spec.data.worker_id):
+        log(found)
 
 
 def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:

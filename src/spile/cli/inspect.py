@@ -20,7 +20,7 @@ from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import commit_sizes, known_stats, merged_parts, part_statistics
 from spile.reading.scoring import score_run
 from spile.spec.amounts import counted, size
-from spile.store.parts import DatasetPart, RunParts, divide
+from spile.store.parts import DatasetPart, RunParts
 from spile.store.statistics import TapStatistics
 from spile.store.streams import read_ledgers
 from spile.view.table import Lasting, output
@@ -55,8 +55,8 @@ def inspect(
     if html is not None and not len(dataset.samples):
         raise UserError(f"{root} has no samples yet", fix="inspect it after the first commit")
     read_ledgers(dataset.streams)
-    with part_workers("inspect", root, engine) as (run_parts, processes):
-        found = _statistics(dataset, run_parts, processes, all_taps=stats or html is not None)
+    with part_workers("inspect", root, engine) as run_parts:
+        found = _statistics(dataset, run_parts, all_taps=stats or html is not None)
     if as_json:
         summaries = {name: each.summary() if each else None for name, each in found.items()}
         print(json.dumps({**_facts(dataset), "taps": summaries}, indent=1))
@@ -67,14 +67,12 @@ def inspect(
     return 0
 
 
-def _statistics(
-    dataset: Dataset, run_parts: RunParts | None, processes: int, *, all_taps: bool
-) -> dict[str, TapStatistics | None]:
+def _statistics(dataset: Dataset, run_parts: RunParts | None, *, all_taps: bool) -> dict[str, TapStatistics | None]:
     """Return the statistics of each tap, or None for taps whose rows would have to be read."""
     if run_parts is None:
         return {name: dataset.stats(name) if all_taps or known_stats(dataset, name) else None for name in dataset.taps}
     with untrusted(Failure, "the result of a worker is malformed"):
-        merged = merged_parts(result for _, result in run_parts(divide(commit_sizes(dataset), processes)))
+        merged = merged_parts(run_parts(commit_sizes(dataset)))
     return {name: merged.get(name) for name in dataset.taps}
 
 

@@ -89,7 +89,7 @@ def verify(
         print(json.dumps(verify_part(open_folder(root), DatasetPart.parse(part), decode, unchecked)))
         return 0
     with (
-        part_workers("verify", root, engine) as (run_parts, processes),
+        part_workers("verify", root, engine) as run_parts,
         progress_bar("verifying", "bytes", quiet=as_json) as progress,
     ):
         report = prove(
@@ -106,7 +106,6 @@ def verify(
             progress=progress,
             decode=decode,
             run_parts=run_parts,
-            processes=processes,
         )
     report = replace(report, unchecked=tuple(dict.fromkeys((*unchecked, *report.unchecked))))
     if as_json:
@@ -135,7 +134,7 @@ def show(report: Report, console: Console) -> None:
         console.print(line, soft_wrap=True)
     _show_recomputed(report, console)
     _show_garbage(report, console)
-    _show_foreign_commits(report, console)
+    _show_stale_commits(report, console)
     console.print(_verdict(report), soft_wrap=True)
 
 
@@ -247,12 +246,12 @@ def _full_name(item: Garbage) -> str:
     return item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
 
 
-def _show_foreign_commits(report: Report, console: Console) -> None:
+def _show_stale_commits(report: Report, console: Console) -> None:
     """Print commits from before a stream was started again, and what --repair does or did about them."""
     for stream in report.streams:
-        if not stream.foreign_commits:
+        if not stream.stale_commits:
             continue
-        numbers = stream.foreign_commits.text()
+        numbers = stream.stale_commits.text()
         found = f"{stream.name}: commits {numbers} were written before the stream was started again"
         if stream.kept:
             text = f"{found}; moved out of the ledger to {', '.join(stream.kept)}; copy them back to undo this"

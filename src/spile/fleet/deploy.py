@@ -46,9 +46,9 @@ from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
 from spile.store.cleanup import stream_has_commits
+from spile.store.layout import find_streams
 from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
-from spile.store.streams import find_streams
 from spile.version import __version__
 
 _NAME = 16

@@ -1,23 +1,22 @@
-"""Remove data of a stream: all of it, garbage that no commit names, or commits of an earlier incarnation.
+"""Remove data of a stream: all of it, garbage that no commit names, or stale commits.
 
-A stream that is cleared and started again is a new incarnation with a new id. Before anything is removed, an empty
-commit is created under the next free number (the fence). The next commit of every worker that joined earlier then
-fails, and the worker stops. If the fence cannot be created, a worker has just committed: the stream is in use, and
-nothing is removed. A worker that joins later writes under new names.
+A stream that is cleared and started again gets a new id. A commit of a worker that has not noticed this has the old id:
+it is stale. Before anything is removed, an empty commit is created under the next free number (the fence). The next
+commit of every worker that joined earlier then fails, and the worker stops. If the fence cannot be created, a worker
+has just committed: the stream is in use, and nothing is removed. A worker that joins later writes under new names.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from spile.errors import Damaged, StoreError
-from spile.objects.folder import Folder, NotFound, Removal
+from spile.objects.folder import Folder, Removal
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import home_of
-from spile.spec.phase import Phase
 from spile.store.claims import forget_finished
+from spile.store.heartbeat import read_beat
 from spile.store.layout import (
     METADATA,
     PREDICTIONS,
@@ -32,12 +31,13 @@ from spile.store.layout import (
     is_data,
     list_streams,
     new_attempt,
+    split_addition,
     stray_key,
     stream_number,
 )
-from spile.store.ledger import Commit, commit_numbers, has_commits
+from spile.store.ledger import Commit, commit_numbers, iso_time
 from spile.store.report import Garbage
-from spile.store.stream import now_iso, parse_iso, read_stream
+from spile.store.stream import read_stream
 from spile.version import __version__
 
 _RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, SUSPECTS, STREAM)
@@ -66,15 +66,7 @@ def remove_remains(folder: Folder) -> tuple[int, int]:
 def empty_commit(number: int, stream: str, purpose: str) -> Commit:
     """Return a commit without shards that only occupies a number of the ledger."""
     return Commit(
-        number=number,
-        attempt=new_attempt(),
-        stream=stream,
-        shards=(),
-        skipped=(),
-        end=None,
-        statistics={"purpose": purpose},
-        created=now_iso(),
-        version=__version__,
+        number, new_attempt(), stream, statistics={"purpose": purpose}, created=iso_time(), version=__version__
     )
 
 
@@ -86,7 +78,7 @@ def fence(folder: Folder, stream: str, number: int, before: str) -> bool:
 
 def stream_has_commits(root: Folder, worker_id: int) -> bool:
     """Return whether the stream has commits, in which case ``--no-checkpointing`` alone is refused."""
-    return has_commits(root.child(existing_folder(root, worker_id)))
+    return bool(commit_numbers(root.child(existing_folder(root, worker_id))))
 
 
 def stream_exists(root: Folder, worker_id: int) -> bool:
@@ -98,8 +90,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
     """Remove a stream, so that it can be started again.
 
     Added taps are removed first, then ``metadata.json``, then the commits from the newest to the oldest, then the
-    shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger. Commits
-    of a worker that still writes to the old incarnation are ignored, because they carry the old id.
+    shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger.
     """
     forget_finished(root, worker_id)
     folder = root.child(existing_folder(root, worker_id))
@@ -143,13 +134,10 @@ _SILENCE = 600.0
 
 def is_alive(folder: Folder, now: float) -> bool:
     """Return whether a worker's heartbeat is recent or unreadable. The result is only used to prevent removal."""
-    try:
-        beat = json.loads(folder.get(PROGRESS))
-        return bool(not Phase.read(beat["phase"]).ended and now - parse_iso(beat["updated"]) < _SILENCE)
-    except NotFound:
-        return False
-    except Exception:  # noqa: BLE001 - an unreadable heartbeat counts as alive
-        return True
+    beat = read_beat(folder)
+    if beat is None:
+        return any(info.key == PROGRESS for info in folder.list(PROGRESS))
+    return not beat.phase.ended and beat.age(now) < _SILENCE
 
 
 def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
@@ -176,8 +164,8 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
 def _split(key: str) -> tuple[str, str]:
     """Split a key into the folder of a ledger (a stream's or that of added taps) and the name in it."""
     stream, _, rest = key.partition("/")
-    added, _, name = rest.partition("/")
-    return (f"{stream}/{added}", name) if is_addition(added) else (stream, rest)
+    added, name = split_addition(rest)
+    return (f"{stream}/{added}", name) if added else (stream, name)
 
 
 def _number(folder: str) -> int:
@@ -191,47 +179,41 @@ def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
     return "too young" if item.age < older_than else "found"
 
 
-def remove_garbage(root: Folder, garbage: Iterable[Garbage], ids: dict[str, tuple[str, int]]) -> list[Garbage]:
+def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str, Callable[[], bool]]) -> list[Garbage]:
     """Remove the items in the state ``found`` and return all items with their new states.
 
-    ``ids`` maps each folder to its stream id and its next commit number, as read before the search.
+    ``fences`` has, for the folder of each ledger, a function that creates the fence under the number that was free
+    before the search.
     """
-    items = list(garbage)
     left = {item.handle: item for item in root.unfinished("")}
-    removals = {folder: _removal(root, folder, *of) for folder, of in ids.items()}
+    removals = {
+        folder: Removal(f"{root.url}/{folder}", ours=is_data, remove=root.child(folder).delete, fence=create_fence)
+        for folder, create_fence in fences.items()
+    }
 
     def removed(item: Garbage) -> bool:
-        removal = removals[_split(item.key)[0]]
+        folder, name = _split(item.key)
         if item.kind == "shard":
-            return removal.in_order([item.key])
-        if not removal.fenced():
+            return removals[folder].in_order([name])
+        if not removals[folder].fenced():
             return False
         if item.handle in left:
             root.discard(left[item.handle])
         return True
 
-    for place, item in enumerate(items):
-        if item.state == "found":
-            items[place] = replace(item, state="removed" if removed(item) else "a worker is alive")
-    return items
-
-
-def _removal(root: Folder, folder: str, stream: str, free: int) -> Removal:
-    return Removal(
-        root.url,
-        ours=lambda key: _split(key)[0] == folder and is_data(_split(key)[1]),
-        remove=root.delete,
-        fence=lambda: fence(root.child(folder), stream, free, "garbage was removed"),
-    )
+    return [
+        replace(item, state="removed" if removed(item) else "a worker is alive") if item.state == "found" else item
+        for item in garbage
+    ]
 
 
 _MOST_FILLED = 1000
-"""The widest gap of numbers that is filled with empty commits. A foreign commit after a wider gap is removed."""
+"""The widest gap of numbers that is filled with empty commits. A stale commit after a wider gap is removed."""
 
 
-def free_number(commits: Sequence[Commit], foreign_commits: Sequence[Commit]) -> int:
-    """Return the number of the next commit of this incarnation."""
-    taken = {commit.number for commit in foreign_commits}
+def free_number(commits: Sequence[Commit], stale: Sequence[Commit]) -> int:
+    """Return the number of the next commit of a stream with these commits and stale ones."""
+    taken = {commit.number for commit in stale}
     number = commits[-1].number + 1 if commits else 1
     while number in taken:
         number += 1
@@ -239,35 +221,34 @@ def free_number(commits: Sequence[Commit], foreign_commits: Sequence[Commit]) ->
 
 
 def repair_ledger(
-    folder: Folder, stream: str, commits: Sequence[Commit], foreign_commits: Sequence[Commit]
+    folder: Folder, stream: str, commits: Sequence[Commit], stale: Sequence[Commit]
 ) -> tuple[str, ...] | None:
-    """Replace commits of earlier incarnations (``foreign_commits``) by empty ones and keep copies of them.
+    """Replace stale commits by empty ones and keep copies of them.
 
     Returns:
         The locations of the copies, or None if a worker is active and nothing was changed.
 
     """
+    free = free_number(commits, stale)
     removal = Removal(
         folder.url,
-        ours=lambda key: commit_number(key) in {commit.number for commit in foreign_commits},
+        ours=lambda key: commit_number(key) in {commit.number for commit in stale},
         remove=folder.delete,
-        fence=lambda: fence(folder, stream, free_number(commits, foreign_commits), "the ledger was repaired"),
+        fence=lambda: fence(folder, stream, free, "the ledger was repaired"),
     )
     if not removal.fenced():
         return None
     kept: list[str] = []
-    filled = max([free_number(commits, foreign_commits), *(commit.number for commit in commits)])
-    for commit in foreign_commits:
-        copy = stray_key(commit.number, commit.stream)
-        folder.create(copy, folder.get(commit_key(commit.number)))
+    filled = max([free, *(commit.number for commit in commits)])
+    for commit in stale:
+        key, copy = commit_key(commit.number), stray_key(commit.number, commit.stream)
+        folder.create(copy, folder.get(key))
         kept.append(f"{folder.url}/{copy}")
         if commit.number - filled > _MOST_FILLED:
-            removal.in_order([commit_key(commit.number)])
+            removal.in_order([key])
             continue
         for number in range(filled + 1, commit.number):
             fence(folder, stream, number, "the ledger was repaired")
-        folder.put(
-            commit_key(commit.number), empty_commit(commit.number, stream, "in place of a foreign commit").to_bytes()
-        )
+        folder.put(key, empty_commit(commit.number, stream, "in place of a stale commit").to_bytes())
         filled = max(filled, commit.number)
     return tuple(kept)

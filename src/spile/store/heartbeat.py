@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +19,7 @@ from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
 from spile.spec.records import typed_fields
 from spile.store.layout import PROGRESS
+from spile.store.ledger import iso_time, parse_time
 from spile.version import __version__
 
 _COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
@@ -62,11 +62,11 @@ class Beat(Reading):
     """The time of the last change of the counts or the phase: a worker can be alive without making progress."""
 
     def age(self, now: float) -> float:
-        return now - datetime.fromisoformat(self.updated).timestamp()
+        return now - parse_time(self.updated)
 
     def idle(self, now: float) -> float | None:
         """Return the seconds since the last progress, or None if the heartbeat does not state it."""
-        return None if self.progressed is None else now - datetime.fromisoformat(self.progressed).timestamp()
+        return None if self.progressed is None else now - parse_time(self.progressed)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,7 +108,7 @@ class Heartbeat:
         self._folder, self._attempt, self._read = folder, attempt, read
         self._every, self._clock, self._log = every, clock, log
         self._host = host or socket.gethostname()
-        self._started = self._progressed = _iso(clock())
+        self._started = self._progressed = iso_time(clock())
         self._last: Reading | None = None
         self._hidden = secret_values({}, os.environ)
         self._tail: deque[str] = deque(maxlen=_TAIL)
@@ -160,12 +160,12 @@ class Heartbeat:
         try:
             now = self._read()
             if self._last is None or not now.has_no_progress_since(self._last):
-                self._last, self._progressed = now, _iso(self._clock())
+                self._last, self._progressed = now, iso_time(self._clock())
             beat = Beat(
                 attempt=self._attempt,
                 host=self._host,
                 started=self._started,
-                updated=_iso(self._clock()),
+                updated=iso_time(self._clock()),
                 version=__version__,
                 log_tail=tuple(self._tail),
                 last_error=self._error,
@@ -191,10 +191,6 @@ def read_beat(folder: Folder) -> Beat | None:
         return Beat.from_json(json.loads(data))
     except Exception:  # noqa: BLE001 - the content is untrusted, and a malformed heartbeat must not stop a monitor
         return None
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 SILENCE = 150.0

@@ -9,33 +9,19 @@ the stream. Two workers that write at the same time may undo one another, so eac
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from spile.errors import SpileError, StoreError, untrusted
-from spile.objects.folder import Folder, ObjectInfo, read_ahead
+from spile.objects.folder import Folder, read_ahead
 from spile.objects.mirror import home_of
-from spile.store.layout import (
-    COMMITS,
-    STREAM,
-    commit_key,
-    commit_number,
-    existing_folder,
-    is_addition,
-    list_streams,
-    one_folder,
-    stream_number,
-)
-from spile.store.ledger import Commit
-from spile.store.stream import StreamRecord, parse_stream
+from spile.store.layout import COMMITS, STREAM, StreamFiles, commit_key, commit_number, existing_folder, survey
 
 INDEX = "index/"
 _GROUP = 128
@@ -51,47 +37,6 @@ _PAUSE = 2.0
 _READERS = 32
 
 
-@dataclass
-class StreamFiles:
-    """What a listing shows of one stream."""
-
-    folder: str
-    added: list[str] = field(default_factory=list)
-    """The folders of added taps."""
-    _hash: Any = field(default_factory=hashlib.sha256)
-
-    def add(self, key: str, info: ObjectInfo) -> None:
-        version = info.etag or repr(info.updated)
-        self._hash.update(f"{key}\0{info.size}\0{version}\n".encode())
-
-    @property
-    def digest(self) -> str:
-        """A hash of the names, sizes and versions of all objects of the ledger."""
-        return str(self._hash.hexdigest()[:32])
-
-
-def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int, StreamFiles]:
-    """Return the streams that have a ``stream.json``, by number, from one listing."""
-    found: dict[int, StreamFiles] = {}
-    names: dict[int, str] = {}
-    for info in list_streams(root) if infos is None else infos:
-        folder, _, rest = info.key.partition("/")
-        if rest.startswith("shard_"):
-            continue
-        number = stream_number(folder)
-        added, _, inner = rest.partition("/")
-        if number is None or not (rest == STREAM or rest.startswith(COMMITS) or is_addition(added)):
-            continue
-        if rest == STREAM:
-            one_folder(root, names, number, folder)
-        files = found.setdefault(number, StreamFiles(folder))
-        if inner == STREAM and is_addition(added):
-            files.added.append(added)
-        if rest == STREAM or rest.startswith(COMMITS) or inner == STREAM or inner.startswith(COMMITS):
-            files.add(rest, info)
-    return {number: found[number] for number in sorted(names)}
-
-
 @dataclass(frozen=True)
 class IndexEntry:
     """The copies of one stream's ``stream.json`` and commits."""
@@ -100,16 +45,6 @@ class IndexEntry:
     stream: str
     commits: tuple[str, ...] | None
     """None if they are too large."""
-
-    def record(self, where: str) -> StreamRecord:
-        return parse_stream(self.stream.encode(), where)
-
-    def read_commits(self, where: str, stream: str) -> tuple[Commit, ...] | None:
-        """Return the commits of this incarnation of the stream, with their checksums verified; None if not copied."""
-        if self.commits is None:
-            return None
-        read = (Commit.from_bytes(text.encode(), where) for text in self.commits)
-        return tuple(commit for commit in read if commit.stream == stream)
 
 
 def read_index(root: Folder, found: Mapping[int, StreamFiles]) -> dict[int, IndexEntry]:
@@ -165,21 +100,15 @@ def pack_group(group: Mapping[int, IndexEntry]) -> bytes:
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
-def _unpack_group(data: bytes) -> dict[int, IndexEntry]:
-    """Return the entries of an object of the index; none if any of it is malformed."""
+def _read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
+    """Return the entries of an object of the index; none if it is absent or any of it is malformed."""
     try:
+        data = root.get(key)
         with untrusted(StoreError, "an object of the index is malformed"):
             fields = json.loads(zlib.decompressobj().decompress(data, _LARGEST_GROUP))
             return {
                 int(number): IndexEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
                 for number, (digest, stream, texts) in fields.items()
             }
-    except StoreError:
-        return {}
-
-
-def _read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
-    try:
-        return _unpack_group(root.get(key))
     except StoreError:
         return {}

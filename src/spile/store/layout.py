@@ -6,9 +6,10 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spile.errors import Damaged, SpecError
 from spile.objects.folder import read_ahead
@@ -62,8 +63,7 @@ def list_streams(root: Folder) -> Iterator[ObjectInfo]:
             yield from first
             yield from listed
             continue
-        calls = (partial(_list, root, f"{prefix}{digit}") for digit in range(10))
-        for part in read_ahead(calls, 10):
+        for part in read_ahead((partial(_list, root, f"{prefix}{digit}") for digit in range(10)), 10):
             yield from part
 
 
@@ -77,15 +77,59 @@ def existing_folder(root: Folder, worker_id: int) -> str:
     return next((name for name in names if any(True for _ in root.list(f"{name}/"))), names[0])
 
 
-def one_folder(root: Folder, folders: dict[int, str], number: int, folder: str) -> None:
-    """Add a stream's folder to ``folders``; raise if the stream has a folder of each name."""
-    if folders.setdefault(number, folder) != folder:
-        raise Damaged(
-            f"stream {number} of {root.url} has two folders",
-            expected=f"{folders[number]} or {folder}",
-            found="both",
-            fix="move the one that does not belong to this run out of the dataset",
-        )
+@dataclass
+class StreamFiles:
+    """What a listing shows of the records of one stream."""
+
+    folder: str
+    begun: bool = False
+    """Whether there is a ``stream.json``."""
+    added: list[str] = field(default_factory=list)
+    """The folders of added taps."""
+    _hash: Any = field(default_factory=hashlib.sha256)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the names, sizes and versions of all objects of the ledger."""
+        return str(self._hash.hexdigest()[:32])
+
+    def add(self, key: str, info: ObjectInfo) -> None:
+        """Take an object of the stream into account: its ``stream.json``, a commit or a shard."""
+        added, name = split_addition(key)
+        if added and added not in self.added:
+            self.added.append(added)
+        self.begun |= key == STREAM
+        if name == STREAM or name.startswith(COMMITS):
+            self._hash.update(f"{key}\0{info.size}\0{info.etag or repr(info.updated)}\n".encode())
+
+
+def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int, StreamFiles]:
+    """Return the streams of a dataset by number, from one listing, even those without a ``stream.json``."""
+    found: dict[int, StreamFiles] = {}
+    previous = ""
+    for info in list_streams(root) if infos is None else infos:
+        folder, _, key = info.key.partition("/")
+        if folder == previous and key.startswith("shard_"):
+            continue  # Most objects are shards of known streams.
+        number, (_, name) = stream_number(folder), split_addition(key)
+        if number is None or not (name == STREAM or name.startswith(COMMITS) or is_shard(name)):
+            continue
+        files = found.setdefault(number, StreamFiles(folder))
+        if files.folder != folder:
+            raise Damaged(
+                f"stream {number} of {root.url} has two folders",
+                expected=f"{files.folder} or {folder}",
+                found="both",
+                fix="move the one that does not belong to this run out of the dataset",
+            )
+        files.add(key, info)
+        previous = folder
+    return dict(sorted(found.items()))
+
+
+def find_streams(root: Folder) -> dict[int, str]:
+    """Return the folder of each stream that was started, by the numbers of the streams, in their order."""
+    return {number: files.folder for number, files in survey(root).items() if files.begun}
 
 
 def addition_folder(taps: Iterable[str]) -> str:
@@ -96,6 +140,12 @@ def addition_folder(taps: Iterable[str]) -> str:
 def is_addition(folder: str) -> bool:
     """Return whether a name has the form of a folder of added taps."""
     return _ADDITION.fullmatch(folder) is not None
+
+
+def split_addition(key: str) -> tuple[str, str]:
+    """Split a key in a stream's folder into the folder of added taps, or an empty string, and the name in it."""
+    added, _, name = key.partition("/")
+    return (added, name) if is_addition(added) else ("", key)
 
 
 def commit_key(number: int) -> str:
@@ -110,7 +160,7 @@ def commit_number(key: str) -> int | None:
 
 
 def stray_key(number: int, stream: str) -> str:
-    """Return the key for the copy of a commit of an earlier incarnation that was removed from the ledger."""
+    """Return the key for the copy of a stale commit that was removed from the ledger."""
     return f"strays/{number:04d}-{stream}.json"
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from spile.errors import Damaged, untrusted
@@ -29,6 +29,17 @@ STREAM_FORMATS = (1, 2)
 """The versions of ``stream.json``. In version 2 the data is bound by the hashes of rows in the commits."""
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
+
+
+def iso_time(seconds: float | None = None) -> str:
+    """Return a time in UTC as all records contain it; the default is now."""
+    moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def parse_time(text: str) -> float:
+    """Return the seconds since the epoch of a time that :func:`iso_time` wrote; raise ValueError for other texts."""
+    return datetime.fromisoformat(text).timestamp()
 
 
 def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:
@@ -165,10 +176,10 @@ class Commit:
     number: int
     attempt: str
     stream: str
-    """The id in ``stream.json``. It distinguishes commits of this incarnation of the stream from earlier ones."""
-    shards: tuple[ShardRecord, ...]
-    skipped: tuple[Skip, ...]
-    end: int | None
+    """The id in ``stream.json``. A commit with another id is stale: its stream was started again, and it is ignored."""
+    shards: tuple[ShardRecord, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    end: int | None = None
     """The number of samples of the stream, once a worker has read it to its end."""
     statistics: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
@@ -220,19 +231,13 @@ class Commit:
             if not 0 <= min(numbers) <= max(numbers) < _MOST:
                 raise ValueError("a number is out of range")
             if commit.created:
-                datetime.fromisoformat(commit.created)
+                parse_time(commit.created)
             return commit
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return the ranges of stored and skipped samples in the order in which the commit lists them."""
         stored = [pair for shard in self.shards for pair in shard.samples.pairs()]
         return stored + [(skip.index, skip.index + 1) for skip in self.skipped]
-
-    def covered(self) -> Ranges:
-        return Ranges(self.pairs())
-
-    def doubled(self) -> Ranges:
-        return Ranges.repeated(self.pairs())
 
 
 _ASKED_FOR = 1000
@@ -260,13 +265,9 @@ class Ledger:
     commits: int = 0
     """The number of the last commit."""
     files: tuple[ShardFile, ...] = ()
-    samples: int = 0
-    """The number of stored samples."""
     skipped: int = 0
     quarantined: tuple[Skip, ...] = ()
     """The skipped samples that ended workers."""
-    tokens: int = 0
-    bytes: int = 0
     end: int | None = None
     """The number of samples of the stream, if it was only known after reading the stream to its end."""
     created: str | None = None
@@ -285,6 +286,19 @@ class Ledger:
     def shards(self) -> int:
         return len(self.files)
 
+    @property
+    def samples(self) -> int:
+        """The number of stored samples."""
+        return sum(file.samples for file in self.files)
+
+    @property
+    def tokens(self) -> int:
+        return sum(file.tokens for file in self.files)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
     def expected(self, total: int | None, max_samples: int | None = None, max_tokens: int | None = None) -> int | None:
         """Return the number of samples that the stream must hold, or None if it is not known yet.
 
@@ -302,84 +316,68 @@ class Ledger:
 
     def plus(self, commits: Iterable[Commit]) -> Ledger:
         """Return the ledger with these commits appended. All samples are sorted only once."""
-        pairs = self.done.pairs()
-        files: list[ShardFile] = []
+        pairs, files, parts = self.done.pairs(), list(self.files), list(self.parts)
         quarantined = list(self.quarantined)
-        skipped, last, end, created = self.skipped, self.commits, self.end, self.created
-        parts = list(self.parts)
+        listed, skipped = len(self.done), self.skipped
+        last, end, created = self.commits, self.end, self.created
         for commit in commits:
             pairs += commit.pairs()
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
+            listed += sum(shard.count for shard in commit.shards) + len(commit.skipped)
             skipped += len(commit.skipped)
             quarantined += [skip for skip in commit.skipped if skip.reason == QUARANTINED]
             parts += commit.parts
             last = commit.number
             end = commit.end if commit.end is not None else end
             created = commit.created or created
-        done, samples = Ranges(pairs), sum(file.samples for file in files)
+        done = Ranges(pairs)
         # If the counts agree, no sample is listed twice, and the slower search for duplicates is not needed.
-        single = len(done) == len(self.done) + samples + skipped - self.skipped
-        return replace(
-            self,
-            done=done,
-            doubled=self.doubled if single else self.doubled | Ranges.repeated(pairs),
-            commits=last,
-            files=(*self.files, *files),
-            samples=self.samples + samples,
-            skipped=skipped,
-            quarantined=tuple(quarantined),
-            tokens=self.tokens + sum(file.tokens for file in files),
-            bytes=self.bytes + sum(file.size for file in files),
-            end=end,
-            created=created,
-            parts=tuple(parts),
+        doubled = self.doubled if len(done) == listed else self.doubled | Ranges.repeated(pairs)
+        return Ledger(
+            done, doubled, last, tuple(files), skipped, tuple(quarantined), end=end, created=created, parts=tuple(parts)
         )
 
 
-def has_commits(folder: Folder) -> bool:
-    return any(commit_number(info.key) is not None for info in folder.list(COMMITS))
-
-
 def commit_numbers(folder: Folder) -> list[int]:
-    """Return the sorted numbers of the commits of all incarnations."""
+    """Return the sorted numbers of all commits, including stale ones."""
     return sorted(number for info in folder.list(COMMITS) if (number := commit_number(info.key)) is not None)
 
 
-def read_commits(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
-    """Yield a stream's commits in order, read concurrently. ``stream`` is its id; None accepts any incarnation."""
-    return (commit for commit in read_entries(folder, stream, after) if commit.stream == (stream or commit.stream))
+def read_ledger(folder: Folder, stream: str) -> Ledger:
+    return Ledger().plus(read_commits(folder, stream))
 
 
-def read_entries(folder: Folder, stream: str | None, after: int = 0) -> Iterator[Commit]:
-    """Yield commits like :func:`read_commits`, and also those of workers of earlier incarnations.
+def read_commits(folder: Folder, stream: str, after: int = 0) -> Iterator[Commit]:
+    """Yield the commits of the stream with this id that follow number ``after``, in order, read concurrently."""
+    return (commit for commit in read_all_commits(folder, stream, after) if commit.stream == stream)
 
-    A commit of an earlier incarnation occupies its number but is otherwise ignored.
+
+def read_all_commits(folder: Folder, stream: str, after: int = 0) -> Iterator[Commit]:
+    """Yield commits like :func:`read_commits`, and stale ones too.
 
     Raises:
-        Damaged: If a number before the last commit of this incarnation is missing.
+        Damaged: If a number before the last commit of this stream is missing.
 
     """
     numbers = [number for number in commit_numbers(folder) if number > after]
     last = after
     absent: list[tuple[int, int]] = []
     for number, data in zip(numbers, folder.get_many(map(commit_key, numbers)), strict=True):
-        if number > last + 1:
-            absent.append((last + 1, number))
-        commit = Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}")
-        if absent and (stream is None or commit.stream == stream):
+        commit = _parse_commit(folder, number, data)
+        absent.append((last + 1, number))
+        if commit.stream == stream:
             yield from _read_unlisted(folder, Ranges(absent), numbers[-1])
             absent = []
-        yield _checked(commit, number, folder.url)
+        yield commit
         last = number
 
 
 def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
     """Yield commits that a listing missed: beyond 9999, a new name may sort before those already listed."""
-    lost = absent
+    found: dict[int, bytes] = {}
     if len(absent) <= _ASKED_FOR:
         found = {number: data for number in absent if (data := get_if_present(folder, commit_key(number))) is not None}
-        lost = absent - Ranges.of(found)
-    if lost:
+    if lost := absent - Ranges.of(found):
         raise Damaged(
             f"the ledger of {folder.url} has a gap",
             expected=f"commits 1 to {last}",
@@ -387,16 +385,12 @@ def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit
             fix="restore them from a copy, or give another --output, which keeps what is stored here",
         )
     for number, data in found.items():
-        yield _checked(Commit.from_bytes(data, f"{folder.url}/{commit_key(number)}"), number, folder.url)
+        yield _parse_commit(folder, number, data)
 
 
-def _checked(commit: Commit, number: int, url: str) -> Commit:
+def _parse_commit(folder: Folder, number: int, data: bytes) -> Commit:
+    where = f"{folder.url}/{commit_key(number)}"
+    commit = Commit.from_bytes(data, where)
     if commit.number != number:
-        raise Damaged(
-            f"{url}/{commit_key(number)} holds another commit", expected=f"number {number}", found=commit.number
-        )
+        raise Damaged(f"{where} holds another commit", expected=f"number {number}", found=commit.number)
     return commit
-
-
-def read_ledger(folder: Folder, stream: str | None) -> Ledger:
-    return Ledger().plus(read_commits(folder, stream))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spile.errors import SpecError
-from spile.spec.ranges import Ranges
 
 _PARTS_PER_WORKER = 4
 """There are more parts than workers, so that all workers end at about the same time."""
@@ -37,10 +36,8 @@ class DatasetPart:
         found = _TEXT.fullmatch(text)
         if found is None:
             raise SpecError("--part", expected="streams and commits such as 0-3 or 5-5:1-20", found=repr(text))
-        first, last, *commits = (None if word is None else int(word) for word in found.groups())
-        assert first is not None and last is not None  # noqa: S101, PT018  for the type checker
-        begin, end = commits
-        return cls(first, last, None if begin is None or end is None else (begin, end))
+        first, last, begin, end = (int(word or 0) for word in found.groups())
+        return cls(first, last, None if found[3] is None else (begin, end))
 
     def has_stream(self, number: int) -> bool:
         return self.first <= number <= self.last
@@ -49,8 +46,8 @@ class DatasetPart:
         return self.commits is None or self.commits[0] <= number <= self.commits[1]
 
 
-RunParts = Callable[[Sequence[DatasetPart]], Iterable[tuple[DatasetPart, Mapping[str, Any]]]]
-"""Runs a command for each part in another process; yields each part with the JSON object that its process printed."""
+RunParts = Callable[[CommitSizes], Iterable[Mapping[str, Any]]]
+"""Divides a dataset and runs a command for each part in another process; yields the JSON objects that they print."""
 
 
 def divide(sizes: CommitSizes, workers: int) -> list[DatasetPart]:
@@ -70,7 +67,6 @@ def divide(sizes: CommitSizes, workers: int) -> list[DatasetPart]:
 
 
 def _cut(number: int, commits: Mapping[int, int], goal: int) -> list[DatasetPart]:
-    """Return parts of one stream; the last one also has the commits that follow."""
     parts: list[DatasetPart] = []
     first, size = 0, 0
     for commit, length in sorted(commits.items()):
@@ -78,24 +74,4 @@ def _cut(number: int, commits: Mapping[int, int], goal: int) -> list[DatasetPart
             parts.append(DatasetPart(number, number, (first, commit - 1), size))
             first, size = commit, 0
         size += length
-    last = max(commits)
-    return [*parts, DatasetPart(number, number, (first, last), size)]
-
-
-@dataclass(frozen=True)
-class CheckedCommits:
-    """The commits of one ledger that a process has checked."""
-
-    path: str
-    """The folder of the ledger, relative to the dataset."""
-    stream: str
-    """The id in its ``stream.json``."""
-    numbers: Ranges
-
-    def to_json(self) -> list[Any]:
-        return [self.path, self.stream, self.numbers.pairs()]
-
-    @classmethod
-    def from_json(cls, fields: Any) -> CheckedCommits:
-        path, stream, pairs = fields
-        return cls(str(path), str(stream), Ranges((int(a), int(b)) for a, b in pairs))
+    return [*parts, DatasetPart(number, number, (first, max(commits)), size)]

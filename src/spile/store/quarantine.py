@@ -115,7 +115,7 @@ class Trials:
     """The content of ``suspects.json``."""
 
     stream: str
-    """The id of the incarnation of the stream."""
+    """The id of the stream. A record from before the stream was started again is ignored."""
     groups: tuple[Suspects, ...] = ()
     careful: int = 0
     """Trials in the order of the stream that are left before the rest is computed without trials."""

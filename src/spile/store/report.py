@@ -121,8 +121,8 @@ class StreamReport:
     missing: Ranges = field(default_factory=Ranges)
     doubled: Ranges = field(default_factory=Ranges)
     problems: tuple[Problem, ...] = ()
-    foreign_commits: Ranges = field(default_factory=Ranges)
-    """The numbers of commits of an earlier incarnation. They are ignored and are not a problem."""
+    stale_commits: Ranges = field(default_factory=Ranges)
+    """The numbers of commits from before the stream was started again. They are ignored and are not a problem."""
     quarantined: tuple[Skip, ...] = ()
     """The skipped samples that ended their workers."""
     kept: tuple[str, ...] | None = None
@@ -194,6 +194,6 @@ class Report:
 
 def _stream_json(stream: StreamReport) -> dict[str, Any]:
     plain = {name: value for name, value in vars(stream).items() if name != "problems"}
-    ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "foreign_commits")}
+    ranges = {name: getattr(stream, name).pairs() for name in ("missing", "doubled", "stale_commits")}
     quarantined = [{"index": skip.index, "task_id": skip.task_id, **skip.detail} for skip in stream.quarantined]
     return {**plain, **ranges, "quarantined": quarantined, "ok": stream.ok}

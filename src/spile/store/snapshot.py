@@ -14,10 +14,9 @@ from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENCE, Beat, read_beat
-from spile.store.layout import PROGRESS, existing_folder
-from spile.store.ledger import Commit, Ledger, read_commits
-from spile.store.stream import StreamRecord, parse_iso, read_stream
-from spile.store.streams import find_streams
+from spile.store.layout import PROGRESS, existing_folder, find_streams
+from spile.store.ledger import Commit, Ledger, parse_time, read_commits
+from spile.store.stream import StreamRecord, read_stream
 
 
 class State(enum.Enum):
@@ -231,7 +230,7 @@ class SnapshotReader:
 def _point(commit: Commit) -> CommitPoint:
     shards = commit.shards
     return CommitPoint(
-        parse_iso(commit.created),
+        parse_time(commit.created),
         commit.attempt,
         sum(shard.count for shard in shards) + len(commit.skipped),
         sum(shard.tokens for shard in shards),
@@ -253,45 +252,44 @@ def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
         return 0.0
 
 
+_NO_BEAT = Beat(phase=Phase.UNKNOWN, attempt="", host="", started="", updated="", version="")
+
+
 def view_of(
     number: int, name: str, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float
 ) -> StreamView:
     """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
+    seen = beat or _NO_BEAT
     total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
-    expected = beat.expected if beat is not None and beat.expected is not None else total
+    expected = total if seen.expected is None else seen.expected
     done = expected is not None and not Ranges([(0, expected)]) - ledger.done
     state = State.DONE if done else _state(beat, ledger, now)
-    working = state is State.WORKING and beat is not None
-    rate = beat.tokens_per_second if beat is not None and working else 0.0
-    under_way = max(0, beat.samples - beat.samples_committed) if beat is not None and working else 0
-    samples = len(ledger.done) + under_way
-    per_sample = ledger.tokens / ledger.samples if ledger.samples else None
-    if per_sample is None and beat is not None and beat.samples:
-        per_sample = beat.tokens / beat.samples
-    left = None
-    if done:
-        left = 0.0
-    elif expected is not None and rate and per_sample:
-        left = max(0, expected - samples) * per_sample / rate
+    working = state is State.WORKING
+    rate = seen.tokens_per_second if working else 0.0
+    samples = len(ledger.done) + (max(0, seen.samples - seen.samples_committed) if working else 0)
+    counted = ledger if ledger.samples else seen
+    left = 0.0 if done else None
+    if not done and expected is not None and rate and counted.samples:
+        left = max(0, expected - samples) * counted.tokens / counted.samples / rate
     return StreamView(
         number=number,
         name=name,
         state=state,
         samples=samples,
         expected=expected,
-        shards=ledger.shards + (max(0, beat.shards_written - beat.shards_committed) if beat and working else 0),
+        shards=ledger.shards + (max(0, seen.shards_written - seen.shards_committed) if working else 0),
         committed=ledger.shards,
         tokens=ledger.tokens,
         bytes=ledger.bytes,
         tokens_per_second=rate,
         seconds_left=left,
-        phase=beat.phase if beat is not None else Phase.UNKNOWN,
-        host=beat.host if beat is not None else "",
+        phase=seen.phase,
+        host=seen.host,
         age=None if beat is None else max(0.0, beat.age(now)),
-        idle=None if beat is None else beat.idle(now),
-        retries=beat.retries if beat is not None else 0,
-        last_error=beat.last_error if beat is not None else None,
-        log_tail=beat.log_tail if beat is not None else (),
+        idle=seen.idle(now),
+        retries=seen.retries,
+        last_error=seen.last_error,
+        log_tail=seen.log_tail,
         streams=record.identity.streams if record is not None else None,
         quarantined=tuple(map(str, ledger.quarantined)),
         skipped=ledger.skipped,
@@ -300,7 +298,7 @@ def view_of(
 
 def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
-        quiet = ledger.created is not None and now - parse_iso(ledger.created) > SILENCE
+        quiet = ledger.created is not None and now - parse_time(ledger.created) > SILENCE
         return State.SILENT if quiet else State.WAITING
     if beat.phase.ended:  # A worker may be done with its part while the stream is not.
         return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED

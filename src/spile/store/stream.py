@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from datetime import UTC, datetime
 from typing import Any, get_args
 
 from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
@@ -41,6 +40,7 @@ from spile.store.ledger import (
     Commit,
     Ledger,
     ShardRecord,
+    iso_time,
     read_commits,
     read_ledger,
     seal,
@@ -52,16 +52,6 @@ from spile.version import __version__
 
 _ABSENT = "nothing"
 _SAME_SETTINGS = "give the same settings, or another --output"
-
-
-def now_iso() -> str:
-    """Return the current time in UTC, as all records contain it."""
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def parse_iso(text: str) -> float:
-    """Return the seconds since the epoch of a time that :func:`now_iso` wrote; raise ValueError for other texts."""
-    return datetime.fromisoformat(text).timestamp()
 
 
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -105,25 +95,10 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         RunMismatch: If it belongs to another run. The message names every field that differs.
 
     """
-    record = {
-        "format": identity.format,
-        "id": secrets.token_hex(8),
-        "fingerprint": identity.fingerprint(),
-        "model": identity.model,
-        "revision": identity.revision,
-        **({} if identity.adapter is None else {"adapter": identity.adapter}),
-        **({} if identity.vocab_size is None else {"vocab_size": identity.vocab_size}),
-        **({"steer": identity.steer} if identity.steer else {}),
-        **({} if identity.folders == "tpu" else {"folders": identity.folders}),
-        "numbers": identity.compared(),
-        "created": now_iso(),
-        "version": __version__,
-    }
     stored = _read(root)
-    if stored is None:
-        if root.create(RUN, seal(record, indent=1)):
-            return
-        stored = _read(root)
+    if stored is None and root.create(RUN, _run_bytes(identity)):
+        return
+    stored = stored or _read(root)
     if stored is None:
         raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
     differing = differences(stored["numbers"], identity.compared())
@@ -135,6 +110,23 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
             found=f"{identity.folders}_N",
             fix="run the same command again",
         )
+
+
+def _run_bytes(identity: RunIdentity) -> bytes:
+    shown = {name: getattr(identity, name) for name in ("adapter", "vocab_size", "steer")}
+    record = {
+        "format": identity.format,
+        "id": secrets.token_hex(8),
+        "fingerprint": identity.fingerprint(),
+        "model": identity.model,
+        "revision": identity.revision,
+        **{name: value for name, value in shown.items() if value},
+        **({} if identity.folders == "tpu" else {"folders": identity.folders}),
+        "numbers": identity.compared(),
+        "created": iso_time(),
+        "version": __version__,
+    }
+    return seal(record, indent=1)
 
 
 def claim_answers(folder: Folder, root: Folder) -> None:
@@ -245,13 +237,15 @@ def read_run(root: Folder) -> RunIdentity | None:
             model=record["model"],
             revision=record["revision"],
             adapter=record.get("adapter"),
-            vocab_size=None if record.get("vocab_size") is None else int(record["vocab_size"]),
+            vocab_size=_optional(int, record.get("vocab_size")),
             steer=tuple(map(str, record.get("steer", ()))),
-            folders=_known_names(record.get("folders", "tpu")),
+            folders=record.get("folders", "tpu"),
             prompt=PromptSpec(**prompt),
             generation=generation,
             unknown=compared,
         )
+        if identity.folders not in get_args(FolderNames):
+            raise ValueError(f"folders {identity.folders!r}")
     if identity.fingerprint() != record.get("fingerprint"):
         raise Damaged(
             f"{root.url}/{RUN} does not match its fingerprint",
@@ -259,12 +253,6 @@ def read_run(root: Folder) -> RunIdentity | None:
             found=identity.fingerprint(),
         )
     return identity
-
-
-def _known_names(names: Any) -> str:
-    if names not in get_args(FolderNames):
-        raise ValueError(f"folders {names!r}")
-    return str(names)
 
 
 def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
@@ -289,8 +277,8 @@ class StreamRecord:
     """The content of ``stream.json``."""
 
     id: str
-    """A random id of this incarnation of the stream. A stream that is cleared and started again gets a new id. Every
-    commit and shard carries it, so that two incarnations are never mixed."""
+    """Random. A stream that is cleared and started again gets a new id, which every commit and shard contains, so that
+    a worker of the earlier stream cannot add to the new one."""
     worker_id: int
     fingerprint: str
     identity: StreamIdentity
@@ -359,11 +347,16 @@ class StreamStore:
                 shards=tuple(shards),
                 skipped=tuple(skipped),
                 end=end,
-                created=now_iso(),
+                created=iso_time(),
                 version=__version__,
                 parts=tuple(part for part in self.read_parts() if part.first >= recorded),
             )
-            self._refuse_twice(commit)
+            if twice := Ranges.repeated([*self._ledger.done.pairs(), *commit.pairs()]):
+                raise StoreError(
+                    f"refused to commit samples of {self.folder.url} twice",
+                    expected="samples that are not in the ledger",
+                    found=twice.text(),
+                )
             if self.record.identity.head is not None and not rows_recorded(self._ledger.plus([commit]), self.run):
                 raise StoreError(f"refused to commit samples of {self.folder.url} whose rows were not hashed")
             self._refuse_restarted_stream()
@@ -380,15 +373,6 @@ class StreamStore:
             number = self._ledger.commits + 1
             commit = Commit(number, self.attempt, self.record.id, tuple(shards), tuple(skipped), end)
             self._ledger = self._ledger.plus([commit])
-
-    def _refuse_twice(self, commit: Commit) -> None:
-        twice = commit.doubled() | (self._ledger.done & commit.covered())
-        if twice:
-            raise StoreError(
-                f"refused to commit samples of {self.folder.url} twice",
-                expected="samples that are not in the ledger",
-                found=twice.text(),
-            )
 
     def _refuse_restarted_stream(self) -> None:
         """Stop a worker whose stream was cleared with ``--overwrite`` in the meantime.
@@ -411,7 +395,7 @@ class StreamStore:
             )
 
     def _created(self, commit: Commit) -> bool:
-        """Create the commit; return False if a commit of an earlier incarnation has its number."""
+        """Create the commit; return False if a stale commit has its number."""
         data, key = commit.to_bytes(), commit_key(commit.number)
         if self.folder.create(key, data):
             return True
@@ -456,12 +440,10 @@ class StreamStore:
     def _merged_statistics(self) -> dict[str, Any]:
         """Return the summary of each tap over all shards that have statistics."""
         shards = [shard for commit in read_commits(self.folder, self.record.id) for shard in commit.shards]
-        taps = [str(tap) for tap in self.record.identity.taps]
         merged: dict[str, Any] = {}
-        for tap in taps:
-            parts = [TapStatistics.from_json(shard.statistics[tap]) for shard in shards if tap in shard.statistics]
-            known = [part for part in parts if part is not None]
-            if known:
+        for tap in map(str, self.record.identity.taps):
+            parts = (TapStatistics.from_json(shard.statistics.get(tap)) for shard in shards)
+            if known := [part for part in parts if part is not None]:
                 merged[tap] = TapStatistics.merged(known).summary()
         return merged
 
@@ -526,12 +508,8 @@ def join_stream(
     ``stream``, because each host may store its part of the stream on its own disk.
     """
     folder = root.child(stream_folder(worker_id, run.folders))
-    stored = read_stream(folder)
-    if stored is None:
-        fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)
-        stored = fresh if folder.create(STREAM, stream_bytes(fresh)) else read_stream(folder)
-    if stored is None:
-        raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read")
+    fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)
+    stored = read_or_create(folder, fresh)
     if stream is not None and stored.id != stream:
         raise RunMismatch(
             f"{folder.url} on this host holds a different stream than on worker 0",
@@ -545,6 +523,16 @@ def join_stream(
         raise mismatch(folder.url, differing, _other_stream_fix(root, worker_id, differing))
     attempt = new_attempt() if attempt is None else valid_attempt(attempt)
     return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))
+
+
+def read_or_create(folder: Folder, fresh: StreamRecord) -> StreamRecord:
+    """Return the record of a stream's folder; create it from ``fresh`` if there is none."""
+    stored = read_stream(folder)
+    if stored is None:
+        stored = fresh if folder.create(STREAM, stream_bytes(fresh)) else read_stream(folder)
+    if stored is None:
+        raise Damaged(f"{folder.url}/{STREAM} vanished while it was being read", fix="run the same command again")
+    return stored
 
 
 def _other_stream_fix(root: Folder, worker_id: int, differing: list[tuple[str, Any, Any]]) -> str:
@@ -561,6 +549,13 @@ def _other_stream_fix(root: Folder, worker_id: int, differing: list[tuple[str, A
 
 
 def stream_bytes(record: StreamRecord) -> bytes:
+    identity = record.identity
+    optional = {
+        "streams": identity.streams,
+        "split": identity.split,
+        "revision": identity.revision,
+        "base": record.base,
+    }
     return seal(
         {
             "format": FORMAT if record.identity.head is None else STREAM_FORMATS[-1],
@@ -569,22 +564,12 @@ def stream_bytes(record: StreamRecord) -> bytes:
             "fingerprint": record.fingerprint,
             "data": record.identity.data,
             **record.identity.compared(),
-            **_split_fields(record.identity),
-            **({} if record.base is None else {"base": record.base}),
-            "created": now_iso(),
+            **{name: value for name, value in optional.items() if value is not None},
+            "created": iso_time(),
             "version": __version__,
         },
         indent=1,
     )
-
-
-def _split_fields(identity: StreamIdentity) -> dict[str, Any]:
-    """Return the optional fields about the split of the dataset."""
-    known = {"streams": identity.streams, "split": identity.split, "revision": identity.revision}
-    return {name: value for name, value in known.items() if value is not None}
-
-
-_COUNTS = ("lines", "samples", "streams", "head")
 
 
 def read_stream(folder: Folder) -> StreamRecord | None:
@@ -597,7 +582,7 @@ def parse_stream(data: bytes, where: str) -> StreamRecord:
     """Return the content of a ``stream.json``; raise :class:`Damaged`, which names ``where``, if it is malformed."""
     fields = unseal(data, where, STREAM_FORMATS)
     with untrusted(Damaged, f"{where} is not the record of a stream"):
-        counts = {name: None if fields.get(name) is None else int(fields[name]) for name in _COUNTS}
+        counts = {name: _optional(int, fields.get(name)) for name in ("lines", "samples", "streams", "head")}
         if (counts["lines"] is None) == (counts["head"] is None):
             raise ValueError("either the number of all rows or of the hashed first ones")
         identity = StreamIdentity(
@@ -605,9 +590,13 @@ def parse_stream(data: bytes, where: str) -> StreamRecord:
             sha256=str(fields["sha256"]),
             taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
             shapes={str(tap): tuple(int(n) for n in shape) for tap, shape in fields.get("shapes", {}).items()},
-            split=None if fields.get("split") is None else str(fields["split"]),
-            revision=None if fields.get("revision") is None else str(fields["revision"]),
+            split=_optional(str, fields.get("split")),
+            revision=_optional(str, fields.get("revision")),
             **counts,
         )
-        base = None if fields.get("base") is None else str(fields["base"])
+        base = _optional(str, fields.get("base"))
         return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity, base)
+
+
+def _optional(kind: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else kind(value)

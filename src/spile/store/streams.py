@@ -8,32 +8,26 @@ import shlex
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 
-from spile.errors import Damaged
-from spile.objects.folder import Folder, NotFound
+from spile.errors import Damaged, StoreError, untrusted
+from spile.objects.folder import Folder
 from spile.objects.mirror import home_of
 from spile.spec.amounts import size
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
-from spile.store.index import IndexEntry, read_index, survey
-from spile.store.layout import (
-    METADATA,
-    STREAM,
-    addition_folder,
-    existing_folder,
-    is_addition,
-    new_attempt,
-)
+from spile.store.index import IndexEntry, read_index
+from spile.store.layout import METADATA, STREAM, addition_folder, existing_folder, find_streams, new_attempt, survey
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import StreamRecord, StreamStore, read_stream, stream_bytes
+from spile.store.stream import StreamRecord, StreamStore, parse_stream, read_or_create, read_stream
 
 
 def expected_streams(records: Sequence[StreamRecord]) -> int | None:
@@ -91,66 +85,16 @@ def alignment(shard: ShardRecord) -> Alignment:
     return tuple(shard.tensors.get(name) for name in _ALIGNED)
 
 
-class Addition:
-    """Taps that were added to one stream, with their own ledger."""
-
-    def __init__(self, folder: Folder, record: StreamRecord) -> None:
-        self.folder, self.record = folder, record
-        self.taps = tuple(str(tap) for tap in record.identity.taps)
-
-    @cached_property
-    def commits(self) -> tuple[Commit, ...]:
-        return tuple(read_commits(self.folder, self.record.id))
-
-    @cached_property
-    def shards(self) -> tuple[ShardRecord, ...]:
-        return tuple(shard for commit in self.commits for shard in commit.shards)
-
-    def added_shards(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
-        """Map names of a stream's shards to the added shards for the same rows; shards without one are left out."""
-        known = {alignment(shard): shard for shard in self.shards}
-        return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
-
-    def remaining(self, shards: Iterable[ShardRecord]) -> list[ShardRecord]:
-        """Return the shards of a stream that do not have the added taps yet."""
-        every = list(shards)
-        done = self.added_shards(every)
-        return [shard for shard in every if shard.name not in done]
-
-
-def find_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -> list[Addition]:
-    """Return the finished and unfinished additions to this incarnation of a stream.
-
-    ``names`` are the names of the folders in the stream's folder.
-    """
-    found = []
-    for name in sorted(filter(is_addition, names)):
-        folder = stream.child(name)
-        added = read_stream(folder)
-        if added is None or added.base != record.id:
-            continue  # It is being removed, or it belongs to an incarnation of the stream that was overwritten.
-        if (added.fingerprint, added.worker_id) != (record.fingerprint, record.worker_id):
-            raise Damaged(
-                f"{folder.url}/{STREAM} belongs to another run or stream",
-                expected=f"fingerprint {record.fingerprint}, stream {record.worker_id}",
-                found=f"fingerprint {added.fingerprint}, stream {added.worker_id}",
-            )
-        found.append(Addition(folder, added))
-    return found
-
-
 def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamStore:
     """Start or continue adding taps to a stream; return the store through which a worker writes them."""
     folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
     stored = read_stream(folder)
     if stored is not None and stored.base != base.id:
-        clear_folder(home_of(folder))  # It was added to an earlier incarnation of the stream.
-        stored = None
-    if stored is None:
-        whole = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
-        fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, whole, base.id)
-        stored = fresh if folder.create(STREAM, stream_bytes(fresh)) else read_stream(folder)
-    if stored is None or stored.base != base.id:
+        clear_folder(home_of(folder))  # The taps were added before the stream was started again.
+    whole = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
+    fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, whole, base.id)
+    stored = read_or_create(folder, fresh)
+    if stored.base != base.id:
         raise Damaged(f"{folder.url}/{STREAM} changed while it was being read", fix="run the same command again")
     return StreamStore(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
 
@@ -166,38 +110,21 @@ def copy_command(source: str, target: str) -> str:
     return f"{program} {shlex.join(places)}"
 
 
-@dataclass(frozen=True)
-class IncompleteCopy:
-    """Committed shards of a stream that are missing from its local copy."""
-
-    copy: str
-    """The stream's folder in the local copy."""
-    shards: int
-    of: int
-    bytes: int
-
-    def line(self, home: str) -> str:
-        """Return a message with the command that copies the shards from the stream's folder at ``home``."""
-        return (
-            f"the local copy {self.copy} has {self.of - self.shards} of {self.of} shards: {self.shards} "
-            f"({size(self.bytes)}) were stored before it was there, or by other machines; "
-            f"{copy_command(home, self.copy)} brings them"
-        )
-
-
-def missing_from_copy(copy: Folder, worker_id: int) -> IncompleteCopy | None:
-    """Return which committed shards are missing from a local copy, or None if it is complete."""
+def missing_from_copy(copy: Folder, home: str, worker_id: int) -> str | None:
+    """Return which committed shards of the stream's folder at ``home`` are missing from a local copy, as a message."""
     folder = copy.child(existing_folder(copy, worker_id))
-    files = read_ledger(folder, None).files
-    absent = [file.size for file in files if _size(folder, file.name) != file.size]
-    return IncompleteCopy(folder.url, len(absent), len(files), sum(absent)) if absent else None
-
-
-def _size(folder: Folder, name: str) -> int | None:
-    try:
-        return folder.info(name).size
-    except NotFound:
+    record = read_stream(folder)
+    if record is None:
         return None
+    files, there = read_ledger(folder, record.id).files, {info.key: info.size for info in folder.list("shard_")}
+    absent = [file for file in files if there.get(file.name) != file.size]
+    if not absent:
+        return None
+    return (
+        f"the local copy {folder.url} has {len(files) - len(absent)} of {len(files)} shards: {len(absent)} "
+        f"({size(sum(file.size for file in absent))}) were stored before it was there, or by other machines; "
+        f"{copy_command(home, folder.url)} brings them"
+    )
 
 
 CONCURRENT_REQUESTS = 32
@@ -205,21 +132,38 @@ CONCURRENT_REQUESTS = 32
 
 
 class Stream:
-    """One stream of a dataset: its identity and its committed shards."""
+    """One stream of a dataset, or taps that were added to it: its identity and its committed shards.
+
+    Args:
+        folder: The folder of the stream, or of the added taps.
+        record: Its ``stream.json``.
+        begun: All additions of taps, including unfinished ones.
+        entry: Its entry in the index, if there is one.
+
+    """
 
     def __init__(
-        self, folder: Folder, record: StreamRecord, begun: Sequence[Addition] = (), entry: IndexEntry | None = None
+        self, folder: Folder, record: StreamRecord, begun: Sequence[Stream] = (), entry: IndexEntry | None = None
     ) -> None:
         self.folder, self.record, self._entry = folder, record, entry
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
         self.all_additions = tuple(begun)
-        """All additions of taps, including unfinished ones."""
 
     @cached_property
-    def additions(self) -> tuple[Addition, ...]:
+    def additions(self) -> tuple[Stream, ...]:
         """The finished additions, which have every row. Readers use only these."""
         return tuple(added for added in self.all_additions if not added.remaining(self._own))
+
+    def added_shards(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
+        """Map names of shards to the shards of these added taps for the same rows; those without one are left out."""
+        known = {alignment(shard): shard for shard in self._own}
+        return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
+
+    def remaining(self, shards: Sequence[ShardRecord]) -> list[ShardRecord]:
+        """Return those of a stream's shards that do not have these added taps yet."""
+        done = self.added_shards(shards)
+        return [shard for shard in shards if shard.name not in done]
 
     @cached_property
     def taps(self) -> tuple[str, ...]:
@@ -236,9 +180,13 @@ class Stream:
     def commits(self) -> tuple[Commit, ...]:
         # A cached_property of Python 3.11 has one lock for all objects, so streams would be read one after another.
         if self._commits is None:
-            copied = None if self._entry is None else self._entry.read_commits(self.folder.url, self.record.id)
-            self._commits = tuple(read_commits(self.folder, self.record.id)) if copied is None else copied
-            self._entry = None
+            copies = None if self._entry is None else self._entry.commits
+            if copies is None:
+                found = read_commits(self.folder, self.record.id)
+            else:
+                every = (Commit.from_bytes(text.encode(), self.folder.url) for text in copies)
+                found = (commit for commit in every if commit.stream == self.record.id)
+            self._commits, self._entry = tuple(found), None
         return self._commits
 
     @property
@@ -305,29 +253,16 @@ class Stream:
         return f"Stream({self.number}, {len(self.shards)} shards, {self.samples} samples)"
 
 
-def find_streams(root: Folder) -> dict[int, str]:
-    """Return the names of the streams' folders below a root, by the numbers of the streams, in their order."""
-    return {number: files.folder for number, files in survey(root).items()}
-
-
 def finished_quarantines(root: Folder) -> list[str]:
     """Return the quarantined samples of finished streams, from their ``metadata.json``; no ledger is read."""
-    keys = [f"{folder}/{METADATA}" for folder in find_streams(root).values()]
 
-    def read(key: str) -> list[str]:
-        try:
-            return [str(sample) for sample in json.loads(root.get(key)).get("quarantined", [])]
-        except (
-            NotFound,
-            ValueError,
-            AttributeError,
-            TypeError,
-            RecursionError,
-        ):  # The file is for people; a ledger has the truth.
-            return []
+    def read(folder: str) -> list[str]:
+        with suppress(StoreError), untrusted(StoreError, "the file is for people; a ledger has the truth"):
+            return [str(sample) for sample in json.loads(root.get(f"{folder}/{METADATA}")).get("quarantined", [])]
+        return []
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="metadata") as pool:
-        return [sample for found in pool.map(read, keys) for sample in found]
+        return [sample for found in pool.map(read, find_streams(root).values()) for sample in found]
 
 
 def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
@@ -346,30 +281,45 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
         Damaged: If a stream belongs to another run, another folder or another split of the data.
 
     """
-    found = survey(root)
+    found = {number: files for number, files in survey(root).items() if files.begun}
     entries = read_index(root, found)
-    folders = {number: root.child(files.folder) for number, files in found.items()}
 
-    def read(number: int) -> StreamRecord | None:
-        entry, folder = entries.get(number), folders[number]
-        return read_stream(folder) if entry is None else entry.record(f"{folder.url}/{STREAM}")
-
-    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
-        records = list(pool.map(read, found))
-    streams = []
-    for (number, files), record in zip(found.items(), records, strict=True):
-        folder = folders[number]
+    def read(number: int) -> Stream | None:
+        folder, entry = root.child(found[number].folder), entries.get(number)
+        where = f"{folder.url}/{STREAM}"
+        record = read_stream(folder) if entry is None else parse_stream(entry.stream.encode(), where)
         if record is None:
-            continue  # The stream was removed after it was listed.
+            return None  # The stream was removed after it was listed.
         if why := foreign_reason(record, number, run):
             fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
-        streams.append(Stream(folder, record, find_additions(folder, record, files.added), entries.get(number)))
+        return Stream(folder, record, _read_additions(folder, record, found[number].added), entry)
+
+    with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
+        streams = [stream for stream in pool.map(read, found) if stream is not None]
     # A stream whose data is not listed in streams.json states no split. It is accepted here; spile verify reports it.
     with_split = [stream.record for stream in streams if stream.record.identity.streams is not None]
     for problem in mixed_splits(root.url, with_split):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
     return streams
+
+
+def _read_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -> list[Stream]:
+    """Return the finished and unfinished additions to a stream; ``names`` are their folders."""
+    found = []
+    for name in sorted(names):
+        folder = stream.child(name)
+        added = read_stream(folder)
+        if added is None or added.base != record.id:
+            continue  # It is being removed, or the taps were added before the stream was started again.
+        if (added.fingerprint, added.worker_id) != (record.fingerprint, record.worker_id):
+            raise Damaged(
+                f"{folder.url}/{STREAM} belongs to another run or stream",
+                expected=f"fingerprint {record.fingerprint}, stream {record.worker_id}",
+                found=f"fingerprint {added.fingerprint}, stream {added.worker_id}",
+            )
+        found.append(Stream(folder, added))
+    return found
 
 
 def read_ledgers(streams: Iterable[Stream]) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,21 +20,10 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, RunSpec
 from spile.spec.sample import BAD_ROW
 from spile.spec.taps import row_bytes
-from spile.store.cleanup import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
-from spile.store.layout import (
-    COMMITS,
-    RUN,
-    SPEC,
-    STREAM,
-    commit_number,
-    is_addition,
-    is_shard,
-    list_streams,
-    one_folder,
-    stream_number,
-)
-from spile.store.ledger import Commit, Ledger, ShardRecord, read_entries
-from spile.store.parts import CheckedCommits, DatasetPart, RunParts, divide
+from spile.store.cleanup import HOUR, fence, find_garbage, free_number, remove_garbage, repair_ledger
+from spile.store.layout import COMMITS, RUN, SPEC, STREAM, StreamFiles, survey
+from spile.store.ledger import Commit, Ledger, ShardRecord, read_all_commits
+from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
@@ -41,7 +31,6 @@ from spile.store.shard_check import inspect_shard
 from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
-    Addition,
     Stream,
     alignment,
     expected_streams,
@@ -53,25 +42,23 @@ _BAD_ROWS = 10
 """Bad rows of a stream that the report names."""
 
 
-class _StreamEvidence:
-    """The records, commits and problems of one stream that were found so far."""
+class _LedgerCheck:
+    """What was found so far about the ledger of a stream, or of taps that were added to it."""
 
-    def __init__(self, number: int, root: Folder, name: str, added: str = "") -> None:
-        self.number, self.name = number, name
-        self.path = name + (f"/{added}" if added else "")
-        self.folder = root.child(self.path)
+    def __init__(self, number: int, root: Folder, path: str) -> None:
+        self.number, self.path, self.folder = number, path, root.child(path)
         self.record: StreamRecord | None = None
         self.commits: tuple[Commit, ...] = ()
-        self.foreign_commits: tuple[Commit, ...] = ()
+        self.stale: tuple[Commit, ...] = ()
         self.readable = False
         self.problems: list[Problem] = []
         self.checked: dict[str, list[Problem]] = {}
         """The problems of each checked shard, by its name."""
-        self.additions: list[_StreamEvidence] = []
+        self.additions: list[_LedgerCheck] = []
         """The ledgers of taps that were added to the stream."""
 
     @property
-    def ledgers(self) -> list[_StreamEvidence]:
+    def ledgers(self) -> list[_LedgerCheck]:
         """The stream's own ledger and those of added taps."""
         return [self, *self.additions]
 
@@ -80,14 +67,15 @@ class _StreamEvidence:
         return [shard for commit in self.commits for shard in commit.shards]
 
     @property
+    def names(self) -> set[str]:
+        """The names of the committed shards and files of answers."""
+        answers = {shard.predictions.name for shard in self.shards if shard.predictions is not None}
+        return {shard.name for shard in self.shards} | answers
+
+    @property
     def all_problems(self) -> list[Problem]:
         """The problems of the ledger, then those of its shards in the order of the commits."""
         return self.problems + [problem for shard in self.shards for problem in self.checked.get(shard.name, ())]
-
-    @property
-    def names(self) -> list[str]:
-        answers = [shard.predictions.name for shard in self.shards if shard.predictions is not None]
-        return [*(shard.name for shard in self.shards), *answers]
 
 
 def verify(
@@ -102,38 +90,32 @@ def verify(
     remove: bool = False,
     repair: bool = False,
     older_than: float = HOUR,
-    workers: int | None = None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-    now: float | None = None,
     decode: Decode | None = None,
     run_parts: RunParts | None = None,
-    processes: int = 1,
 ) -> Report:
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
     ``streams`` selects streams; None checks all, and reports streams of the split that were never started.
     ``max_samples`` replaces the ``--max-samples`` of the run, whose limits are read from ``spec.json``. ``recompute``
     computes ``k`` random samples again and compares them. ``gc`` searches for garbage older than ``older_than``
-    seconds, and ``remove`` removes it. ``repair`` replaces commits of earlier incarnations and keeps copies.
-    ``progress`` gets the checked and total bytes. ``decode`` returns the text of token ids, to compare it with the
-    texts of answers. ``run_parts`` checks shards in other processes with :func:`verify_part`, ``processes`` at a time;
-    this process then reads only the ledgers and merges the results, so that the report is the same.
+    seconds, and ``remove`` removes it. ``repair`` replaces stale commits and keeps copies. ``progress`` gets the
+    checked and total bytes. ``decode`` returns the text of token ids, to compare it with the texts of answers.
+    ``run_parts`` checks shards in other processes with :func:`verify_part`; this process then reads only the ledgers
+    and merges the results, so that the report is the same.
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = _run_of(folder)
     found = _read_ledgers(folder, run, lambda number: streams is None or number in streams)
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = judge_split(folder.url, [stream.number for stream in found], records, streams)
-    total = sum(shard.size for stream in found for ledger in stream.ledgers for shard in ledger.shards)
-    count = _Counter(lambda done: progress(done, total))
-    unchecked: tuple[str, ...] = ()
-    if run_parts is not None:
-        unchecked = _use_results(run_parts(divide(_commit_sizes(found), processes)), found, count)
-    _inspect(found, run, workers or _workers(folder), count, decode)
+    sizes = _commit_sizes(found)
+    seen = _byte_counter(progress, sum(sum(commits.values()) for commits in sizes.values()))
+    unchecked = () if run_parts is None else _use_results(run_parts(sizes), found, seen)
+    _inspect(found, run, seen, decode)
     recomputed = None
     if recompute is not None and k:
-        readable = [_stream(stream, stream.record) for stream in found if stream.record and stream.readable]
-        recomputed, wrong = compare(run, readable, recompute, k, seed)
+        recomputed, wrong = compare(run, _readable_streams(found), recompute, k, seed)
         problems += wrong
     asked = _asked(folder, max_samples)
     report = Report(
@@ -149,7 +131,59 @@ def verify(
     )
     if repair:
         report = replace(report, streams=tuple(map(_repaired, found, report.streams)))
-    return _collect(folder, found, report, remove, older_than, now) if gc or remove else report
+    return _collect(folder, found, report, remove, older_than) if gc or remove else report
+
+
+def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecked: Sequence[str]) -> dict[str, Any]:
+    """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
+    run = _run_of(root)
+    streams = _read_ledgers(root, run, part.has_stream)
+    _inspect(streams, run, lambda _: None, decode, part)
+    checked = [
+        {
+            "path": ledger.path,
+            "stream": ledger.record.id,
+            "commits": [commit.number for commit in ledger.commits if part.has_commit(commit.number)],
+            "problems": {
+                name: [[problem.kind, problem.text] for problem in problems]
+                for name, problems in ledger.checked.items()
+            },
+        }
+        for stream in streams
+        for ledger in stream.ledgers
+        if ledger.record is not None
+    ]
+    return {"checked": checked, "unchecked": list(unchecked)}
+
+
+def _use_results(
+    results: Iterable[Mapping[str, Any]], streams: Sequence[_LedgerCheck], seen: Callable[[int], None]
+) -> tuple[str, ...]:
+    """Record what other processes have checked. Return what they could not check, and why."""
+    ledgers = {(each.path, each.record.id): each for stream in streams for each in stream.ledgers if each.record}
+    unchecked: dict[str, None] = {}
+    for result in results:
+        size = 0
+        with untrusted(Failure, "the result of a worker is malformed"):
+            unchecked |= dict.fromkeys(map(str, result["unchecked"]))
+            for checked in result["checked"]:
+                ledger = ledgers.get((checked["path"], checked["stream"]))
+                if ledger is None:
+                    continue  # The stream was started again in the meantime.
+                numbers, url = set(checked["commits"]), ledger.folder.url
+                for shard in (shard for each in ledger.commits if each.number in numbers for shard in each.shards):
+                    wrong = checked["problems"].get(shard.name, ())
+                    ledger.checked[shard.name] = [Problem(kind, f"{url}/{shard.name}", text) for kind, text in wrong]
+                    size += shard.size
+        seen(size)
+    return tuple(unchecked)
+
+
+def _run_of(root: Folder) -> RunIdentity:
+    run = read_run(root)
+    if run is None:
+        raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
+    return run
 
 
 def _asked(root: Folder, max_samples: int | None) -> DataSpec:
@@ -164,92 +198,73 @@ def _asked(root: Folder, max_samples: int | None) -> DataSpec:
     return asked if max_samples is None else replace(asked, max_samples=max_samples)
 
 
-def _repaired(stream: _StreamEvidence, report: StreamReport) -> StreamReport:
-    if stream.record is None or not stream.readable or not stream.foreign_commits:
-        return report
-    return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.foreign_commits))
-
-
-def _workers(root: Folder) -> int:
-    """Return the number of threads: bound by the cores for a disk, and by the latency for a bucket."""
-    return min(16, 2 * (os.cpu_count() or 1)) if root.local_path is not None else CONCURRENT_REQUESTS
-
-
-def _stream(stream: _StreamEvidence, record: StreamRecord) -> Stream:
-    """Return the stream with its readable additions, for reading rows."""
-    added = [Addition(each.folder, each.record) for each in stream.additions if each.record and each.readable]
-    return Stream(stream.folder, record, added)
-
-
-def _folders(root: Folder) -> dict[int, tuple[str, set[str]]]:
-    """Map each stream, even without a ``stream.json``, to the name of its folder and of those of added taps."""
-    found: dict[int, str] = {}
-    additions: dict[int, set[str]] = {}
-    for info in list_streams(root):
-        name, _, rest = info.key.partition("/")
-        added, _, inner = rest.partition("/")
-        inside = is_addition(added)
-        number, key = stream_number(name), inner if inside else rest
-        if number is not None and (key == STREAM or commit_number(key) is not None or is_shard(key)):
-            one_folder(root, found, number, name)
-            additions.setdefault(number, set()).update([added] if inside else [])
-    return {number: (found[number], additions[number]) for number in sorted(found)}
-
-
-def _run_of(root: Folder) -> RunIdentity:
-    run = read_run(root)
-    if run is None:
-        raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
-    return run
-
-
-def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_StreamEvidence]:
-    there = {number: names for number, names in _folders(root).items() if wanted(number)}
+def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_LedgerCheck]:
+    there = {number: files for number, files in survey(root).items() if wanted(number)}
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
-        return list(pool.map(lambda number: _read(number, root, run, *there[number]), there))
+        return list(pool.map(partial(_read, root, run), there, there.values()))
 
 
-def _read(number: int, root: Folder, run: RunIdentity, name: str, added: Collection[str]) -> _StreamEvidence:
-    stream = _read_ledger(number, root, run, name)
+def _read(root: Folder, run: RunIdentity, number: int, files: StreamFiles) -> _LedgerCheck:
+    stream = _read_ledger(number, root, run, files.folder)
     if stream.record is not None:
-        every = [_read_ledger(number, root, run, name, each) for each in sorted(added)]
-        # Additions to an earlier incarnation of the stream are not a problem: readers ignore them.
+        every = [_read_ledger(number, root, run, f"{files.folder}/{added}") for added in sorted(files.added)]
+        # Taps that were added before the stream was started again are not a problem: readers ignore them.
         stream.additions = [each for each in every if each.record is None or each.record.base == stream.record.id]
     return stream
 
 
-def _read_ledger(number: int, root: Folder, run: RunIdentity, name: str, added: str = "") -> _StreamEvidence:
-    stream = _StreamEvidence(number, root, name, added)
-    where = stream.folder.url
+def _read_ledger(number: int, root: Folder, run: RunIdentity, path: str) -> _LedgerCheck:
+    found = _LedgerCheck(number, root, path)
+    where = found.folder.url
     try:
-        stream.record = read_stream(stream.folder)
-        if stream.record is None:
-            stream.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
-            return stream
-        if why := foreign_reason(stream.record, number, run):
-            stream.problems.append(Problem("damaged", where, why))
-        entries = tuple(read_entries(stream.folder, stream.record.id))
-        stream.commits = tuple(commit for commit in entries if commit.stream == stream.record.id)
-        stream.foreign_commits = tuple(commit for commit in entries if commit.stream != stream.record.id)
-        stream.readable = True
+        found.record = read_stream(found.folder)
+        if found.record is None:
+            found.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
+            return found
+        if why := foreign_reason(found.record, number, run):
+            found.problems.append(Problem("damaged", where, why))
+        commits = tuple(read_all_commits(found.folder, found.record.id))
+        found.commits = tuple(commit for commit in commits if commit.stream == found.record.id)
+        found.stale = tuple(commit for commit in commits if commit.stream != found.record.id)
+        found.readable = True
     except Failure as error:
-        stream.problems.append(Problem("damaged", f"{where}/{COMMITS.rstrip('/')}", str(error)))
-    return stream
+        found.problems.append(Problem("damaged", f"{where}/{COMMITS.rstrip('/')}", str(error)))
+    return found
+
+
+def _commit_sizes(streams: Sequence[_LedgerCheck]) -> dict[int, Counter[int]]:
+    sizes: dict[int, Counter[int]] = {stream.number: Counter() for stream in streams}
+    for stream in streams:
+        for ledger in stream.ledgers:
+            for commit in ledger.commits:
+                sizes[stream.number][commit.number] += sum(shard.size for shard in commit.shards)
+    return sizes
+
+
+def _byte_counter(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """Return a function that adds up checked bytes. A lost update between threads is harmless."""
+    done = 0
+
+    def seen(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return seen
 
 
 def _inspect(
-    streams: Sequence[_StreamEvidence],
+    streams: Sequence[_LedgerCheck],
     run: RunIdentity,
-    workers: int,
     seen: Callable[[int], None],
     decode: Decode | None,
     part: DatasetPart | None = None,
 ) -> None:
     """Check the shards, or those of a part, that no other process has checked; keep the problems of each."""
 
-    def one(task: tuple[_StreamEvidence, StreamRecord, ShardRecord]) -> tuple[_StreamEvidence, str, list[Problem]]:
+    def inspect(task: tuple[_LedgerCheck, StreamRecord, ShardRecord]) -> None:
         ledger, record, shard = task
-        return ledger, shard.name, inspect_shard(ledger.folder, shard, record, run, seen, decode)
+        ledger.checked[shard.name] = inspect_shard(ledger.folder, shard, record, run, seen, decode)
 
     tasks = [
         (ledger, ledger.record, shard)
@@ -260,82 +275,27 @@ def _inspect(
         if ledger.record is not None and shard.name not in ledger.checked
         if part is None or part.has_commit(commit.number)
     ]
-    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        for ledger, name, problems in pool.map(one, tasks):
-            ledger.checked[name] = problems
+    on_disk = all(ledger.folder.local_path is not None for ledger, _, _ in tasks)
+    threads = min(16, 2 * (os.cpu_count() or 1)) if on_disk else CONCURRENT_REQUESTS  # A bucket is bound by latency.
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+        for _ in pool.map(inspect, tasks):
+            pass
 
 
-class _Counter:
-    """Adds up checked bytes for a progress bar. A lost update between threads is harmless."""
-
-    def __init__(self, report: Callable[[int], None]) -> None:
-        self._report, self._done = report, 0
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        self._report(self._done)
-
-
-def _commit_sizes(streams: Sequence[_StreamEvidence]) -> dict[int, Counter[int]]:
-    sizes: dict[int, Counter[int]] = {}
-    for stream in streams:
-        counter = sizes.setdefault(stream.number, Counter())
-        for ledger in stream.ledgers:
-            for commit in ledger.commits:
-                counter[commit.number] += sum(shard.size for shard in commit.shards)
-    return sizes
-
-
-def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecked: Sequence[str]) -> dict[str, Any]:
-    """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
-    run = _run_of(root)
-    streams = _read_ledgers(root, run, part.has_stream)
-    _inspect(streams, run, _workers(root), lambda _: None, decode, part)
-    ledgers = [ledger for stream in streams for ledger in stream.ledgers if ledger.record is not None]
-    checked = [
-        CheckedCommits(
-            ledger.path, ledger.record.id, Ranges.of(c.number for c in ledger.commits if part.has_commit(c.number))
+def _readable_streams(streams: Sequence[_LedgerCheck]) -> list[Stream]:
+    """Return the streams with their readable additions, for reading rows."""
+    return [
+        Stream(
+            stream.folder,
+            stream.record,
+            [Stream(added.folder, added.record) for added in stream.additions if added.record and added.readable],
         )
-        for ledger in ledgers
-        if ledger.record is not None
+        for stream in streams
+        if stream.record and stream.readable
     ]
-    wrong = [
-        [ledger.path, name, [[problem.kind, problem.text] for problem in problems]]
-        for ledger in ledgers
-        for name, problems in ledger.checked.items()
-        if problems
-    ]
-    return {"checked": [each.to_json() for each in checked], "problems": wrong, "unchecked": list(unchecked)}
 
 
-def _use_results(
-    results: Iterable[tuple[DatasetPart, Mapping[str, Any]]],
-    streams: Sequence[_StreamEvidence],
-    seen: Callable[[int], None],
-) -> tuple[str, ...]:
-    """Record what other processes have checked. Return what they could not check, and why."""
-    ledgers = {ledger.path: ledger for stream in streams for ledger in stream.ledgers}
-    unchecked: dict[str, None] = {}
-    for _, result in results:
-        with untrusted(Failure, "the result of a worker is malformed"):
-            wrong = {
-                (path, name): [Problem(kind, f"{ledgers[path].folder.url}/{name}", text) for kind, text in found]
-                for path, name, found in result["problems"]
-                if path in ledgers
-            }
-            checked = [CheckedCommits.from_json(fields) for fields in result["checked"]]
-            unchecked |= dict.fromkeys(map(str, result["unchecked"]))
-        for each in checked:
-            ledger = ledgers.get(each.path)
-            if ledger is None or ledger.record is None or ledger.record.id != each.stream:
-                continue  # The stream was started again in the meantime.
-            shards = [shard for commit in ledger.commits if commit.number in each.numbers for shard in commit.shards]
-            ledger.checked |= {shard.name: wrong.get((each.path, shard.name), []) for shard in shards}
-            seen(sum(shard.size for shard in shards))
-    return tuple(unchecked)
-
-
-def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> StreamReport:
+def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamReport:
     """Compare the stream's samples with those that it must have."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
@@ -373,7 +333,7 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
     skips = [skip for commit in stream.commits for skip in commit.skipped]
     return StreamReport(
         number=stream.number,
-        name=stream.name,
+        name=stream.path,
         expected=expected,
         samples=ledger.samples,
         skipped=ledger.skipped,
@@ -388,11 +348,11 @@ def _judge(stream: _StreamEvidence, run: RunIdentity, asked: DataSpec) -> Stream
         missing=missing,
         doubled=ledger.doubled,
         problems=tuple(problems),
-        foreign_commits=Ranges.of(commit.number for commit in stream.foreign_commits),
+        stale_commits=Ranges.of(commit.number for commit in stream.stale),
     )
 
 
-def _judge_added(stream: _StreamEvidence, added: _StreamEvidence) -> list[Problem]:
+def _judge_added(stream: _LedgerCheck, added: _LedgerCheck) -> list[Problem]:
     """Check that added taps have each row of their stream once and no other rows."""
     if not added.readable or added.record is None or not stream.readable:
         return []
@@ -412,17 +372,23 @@ def _judge_added(stream: _StreamEvidence, added: _StreamEvidence) -> list[Proble
     return problems
 
 
-def _collect(
-    root: Folder, streams: Sequence[_StreamEvidence], report: Report, remove: bool, older_than: float, now: float | None
-) -> Report:
-    readable = [ledger for stream in streams for ledger in stream.ledgers if ledger.readable]
-    named = {ledger.path: set(ledger.names) for ledger in readable}
-    garbage = find_garbage(root, named, now=time.time() if now is None else now, older_than=older_than)
+def _repaired(stream: _LedgerCheck, report: StreamReport) -> StreamReport:
+    if stream.record is None or not stream.readable or not stream.stale:
+        return report
+    return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.stale))
+
+
+def _collect(root: Folder, streams: Sequence[_LedgerCheck], report: Report, remove: bool, older_than: float) -> Report:
+    readable = [each for stream in streams for each in stream.ledgers if each.readable]
+    named = {each.path: each.names for each in readable}
+    garbage = find_garbage(root, named, now=time.time(), older_than=older_than)
     if remove:
-        ids = {
-            ledger.path: (ledger.record.id, free_number(ledger.commits, ledger.foreign_commits))
-            for ledger in readable
-            if ledger.record is not None
+        fences = {
+            each.path: partial(
+                fence, each.folder, each.record.id, free_number(each.commits, each.stale), "garbage was removed"
+            )
+            for each in readable
+            if each.record is not None
         }
-        garbage = remove_garbage(root, garbage, ids)
+        garbage = remove_garbage(root, garbage, fences)
     return replace(report, garbage=tuple(garbage))

@@ -26,11 +26,10 @@ from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.run import Capture, ExtractSpec, GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.spec.taps import MODULE, Tap, tap_kinds
-from spile.store.layout import PREDICTIONS, SUBMISSION, stream_folder
+from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_folder
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import merged
 from spile.store.stream import StreamStore, claim_answers, read_stream
-from spile.store.streams import find_streams
 from spile.worker.batches import Batch, BatchPlan
 from spile.worker.generator import make_generator
 from spile.worker.producer import Answer, AnswerRows, Control, Producer, RowBlock, Verdict

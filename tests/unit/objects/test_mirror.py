@@ -11,6 +11,7 @@ from spile.objects import Folder, open_folder
 from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
+from spile.spec.amounts import size
 from spile.store.cleanup import clear_stream
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.streams import missing_from_copy
@@ -84,19 +85,18 @@ def test_a_local_copy_added_later_gets_every_record_and_lists_missing_shards(mir
     assert produce(mirror, 30).ledger.samples == 28
     assert verify(mirror.home).ok
     assert records(mirror.copy) == records(mirror.home)
-    found = missing_from_copy(mirror.copy, 0)
+    found = missing_from_copy(mirror.copy, "gs://b/run/tpu_0", 0)
     assert found is not None
-    assert (found.shards, found.bytes) == (first.ledger.shards, first.ledger.bytes)
-    assert found.line("gs://b/run/tpu_0").startswith(
-        f"the local copy {mirror.copy.url}/tpu_0 has {found.of - found.shards} of {found.of} shards: {found.shards} ("
+    absent, every = first.ledger.shards, sum("/shard_" in info.key for info in mirror.home.list())
+    assert found.startswith(
+        f"the local copy {mirror.copy.url}/tpu_0 has {every - absent} of {every} shards: "
+        f"{absent} ({size(first.ledger.bytes)}) "
     )
-    assert found.line("gs://b/run/tpu_0").endswith(
-        f"gcloud storage rsync --recursive gs://b/run/tpu_0 {mirror.copy.url}/tpu_0 brings them"
-    )
-    assert [problem.text for problem in verify(mirror.copy).all_problems] == ["the shard is gone"] * found.shards
+    assert found.endswith(f"gcloud storage rsync --recursive gs://b/run/tpu_0 {mirror.copy.url}/tpu_0 brings them")
+    assert [problem.text for problem in verify(mirror.copy).all_problems] == ["the shard is gone"] * absent
     for name in (file.name for file in first.ledger.files):  # as that command would
         mirror.copy.put(f"tpu_0/{name}", mirror.home.get(f"tpu_0/{name}"))
-    assert missing_from_copy(mirror.copy, 0) is None
+    assert missing_from_copy(mirror.copy, "gs://b/run/tpu_0", 0) is None
     assert verify(mirror.copy).ok
 
 
@@ -108,7 +108,7 @@ def test_a_copy_follows_a_stream_that_starts_over(mirror: MirrorFolder) -> None:
     assert verify(mirror.copy).ok
 
 
-def test_a_copy_of_an_earlier_incarnation_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
+def test_a_copy_of_a_cleared_stream_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
     clear_stream(mirror.home, 0)  # from another machine, which has no such copy
     produce(mirror.home, 12)
@@ -178,5 +178,5 @@ def test_a_commit_of_another_worker_is_copied_unchanged(both: MirrorFolder, monk
         produce(both, 30)
     assert [key for key in keys(both.copy) if "commits" in key] == ["tpu_0/commits/0001.json"]
     assert both.copy.get("tpu_0/commits/0001.json") == both.home.get("tpu_0/commits/0001.json")
-    assert missing_from_copy(both.copy, 0) is not None
+    assert missing_from_copy(both.copy, "gs://b/run/tpu_0", 0) is not None
     assert verify(both.home).ok

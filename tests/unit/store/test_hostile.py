@@ -167,7 +167,7 @@ def _live(root: Path, ended: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["overwrite", "collect garbage"])
-def test_removal_during_two_incarnations_leaves_no_mix(root: Path, what: str) -> None:
+def test_removal_while_a_stream_is_started_again_leaves_no_mix(root: Path, what: str) -> None:
     """Workers and removals race; then one worker completes the stream, and no committed file was removed."""
     folder, ended = open_folder(str(root)), []
     for _ in range(6):

@@ -12,7 +12,8 @@ from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.store import index, layout
 from spile.store.cleanup import clear_stream
-from spile.store.index import read_index, survey, write_entry
+from spile.store.index import read_index, write_entry
+from spile.store.layout import survey
 from spile.store.stream import join_stream
 from spile_fakes.gcs import FakeGcs
 from world import produce, run_identity, stream_identity

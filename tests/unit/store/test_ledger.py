@@ -337,7 +337,7 @@ def zombie_commits(zombie: StreamStore, number: int, index: int) -> None:
     assert zombie.folder.create(commit_key(number), commit.to_bytes())
 
 
-def test_commits_of_an_earlier_incarnation_keep_their_numbers_and_are_ignored(folder: Folder) -> None:
+def test_stale_commits_keep_their_numbers_and_are_ignored(folder: Folder) -> None:
     zombie = joined(folder, "zombie")
     clear_stream(folder, 0)
     heir = joined(folder, "heir")
@@ -345,7 +345,7 @@ def test_commits_of_an_earlier_incarnation_keep_their_numbers_and_are_ignored(fo
         zombie_commits(zombie, number, number)
     heir.commit([shard(heir, 0)], [])
     assert joined(folder).ledger.commits == 1
-    heir.commit([shard(heir, 1)], [])  # as number 4, after the foreign commits
+    heir.commit([shard(heir, 1)], [])  # as number 4, after the stale commits
     again = joined(folder, "late")
     assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 2)])
     heir.commit([], skips(2))
@@ -356,7 +356,7 @@ def test_commits_of_an_earlier_incarnation_keep_their_numbers_and_are_ignored(fo
         joined(folder)
 
 
-def test_a_ledger_with_foreign_commits_is_repaired_and_can_be_restored(folder: Folder) -> None:
+def test_a_ledger_with_stale_commits_is_repaired_and_can_be_restored(folder: Folder) -> None:
     join_run(folder, run_identity())
     zombie = joined(folder, "zombie", samples=2)
     clear_stream(folder, 0)
@@ -367,7 +367,7 @@ def test_a_ledger_with_foreign_commits_is_repaired_and_can_be_restored(folder: F
     below = folder.child("tpu_0")
     strays = {number: below.get(commit_key(number)) for number in (3, 4, 5_000_000)}
     output = verify(folder)
-    assert output.streams[0].foreign_commits.pairs() == [(3, 5), (5_000_000, 5_000_001)]
+    assert output.streams[0].stale_commits.pairs() == [(3, 5), (5_000_000, 5_000_001)]
     (stream,) = verify(folder, repair=True).streams
     assert stream.kept is not None
     assert len(stream.kept) == 3
@@ -377,7 +377,7 @@ def test_a_ledger_with_foreign_commits_is_repaired_and_can_be_restored(folder: F
     assert (again.ledger.commits, again.ledger.done.pairs()) == (4, [(0, 1)])
     again.commit([shard(again, 1)], [])
     assert verify(folder).ok
-    assert not verify(folder).streams[0].foreign_commits
+    assert not verify(folder).streams[0].stale_commits
     assert [below.get(f"strays/{number:04d}-{zombie.record.id}.json") for number in strays] == list(strays.values())
     for number, data in strays.items():
         below.put(commit_key(number), data)

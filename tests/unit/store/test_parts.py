@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spile.cli.main import main
 from spile.errors import Failure
 from spile.objects import open_folder
 from spile.reading.inspection import commit_sizes, merged_parts, part_statistics
-from spile.store.parts import DatasetPart, divide
+from spile.store.parts import CommitSizes, DatasetPart, divide
 from spile.store.verification import verify, verify_part
 from world import produce
 
@@ -46,9 +46,9 @@ def test_parts_have_similar_sizes() -> None:
 def in_turn(root: Path) -> Any:
     """Run each part as another process would, with its result as JSON, and in another order."""
 
-    def run(parts: Sequence[DatasetPart]) -> Iterable[tuple[DatasetPart, Mapping[str, Any]]]:
-        for part in reversed(parts):
-            yield part, json.loads(json.dumps(verify_part(open_folder(str(root)), part, None, ["why"])))
+    def run(sizes: CommitSizes) -> Iterable[Mapping[str, Any]]:
+        for part in reversed(divide(sizes, 3)):
+            yield json.loads(json.dumps(verify_part(open_folder(str(root)), part, None, ["why"])))
 
     return run
 
@@ -68,7 +68,7 @@ def test_the_report_of_parts_is_that_of_one_process(tmp_path: Path, damaged: boo
         produce(open_folder(str(tmp_path)), 45, worker_id=number)
     if damaged:
         damage(tmp_path)
-    alone, together = verify(str(tmp_path)), verify(str(tmp_path), run_parts=in_turn(tmp_path), processes=3)
+    alone, together = verify(str(tmp_path)), verify(str(tmp_path), run_parts=in_turn(tmp_path))
     assert {**together.to_json(), "unchecked": []} == alone.to_json()
     assert together.unchecked == ("why",)
     assert alone.ok is not damaged
@@ -79,11 +79,11 @@ def test_a_shard_that_no_worker_has_checked_is_checked_here(tmp_path: Path) -> N
     produce(open_folder(str(tmp_path)), 45, worker_id=2)
     damage(tmp_path)
     assert verify(str(tmp_path), run_parts=lambda _: []).to_json() == verify(str(tmp_path)).to_json()
-    other = {"checked": [["tpu_1", "0" * 16, [[1, 99]]]], "problems": [], "unchecked": []}
-    found = verify(str(tmp_path), run_parts=lambda parts: [(part, other) for part in parts])
+    stale = {"path": "tpu_1", "stream": "0" * 16, "commits": list(range(1, 99)), "problems": {}}
+    found = verify(str(tmp_path), run_parts=lambda _: [{"checked": [stale], "unchecked": []}])
     assert found.to_json() == verify(str(tmp_path)).to_json()
     with pytest.raises(Failure, match="malformed"):
-        verify(str(tmp_path), run_parts=lambda parts: [(parts[0], {"checked": 1})])
+        verify(str(tmp_path), run_parts=lambda _: [{"checked": 1}])
 
 
 def test_statistics_of_parts_are_those_of_the_dataset(tmp_path: Path) -> None:

@@ -23,10 +23,12 @@ from spile.objects import Folder, open_folder
 from spile.objects.clouds import GoogleBucket
 from spile.objects.local import MappedFile
 from spile.reading.dataset import open as open_dataset
+from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
+from spile.store.heartbeat import Beat
 from spile.store.layout import commit_key
-from spile.store.ledger import Commit, ShardRecord
+from spile.store.ledger import Commit, ShardRecord, iso_time
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
@@ -284,7 +286,7 @@ def orphan(store: StreamStore) -> str:
 
 
 def garbage(folder: Folder, **options: object) -> list[tuple[str, str]]:
-    report = verify(folder, gc=True, now=time.time() + 7200, **options)  # type: ignore[arg-type]
+    report = verify(folder, gc=True, **{"older_than": -10.0, **options})  # type: ignore[arg-type]
     return [(item.key, item.state) for item in report.garbage]
 
 
@@ -324,9 +326,9 @@ def test_a_worker_that_slept_through_the_collection_is_fenced(folder: Folder) ->
 def test_a_stream_with_a_heartbeat_is_left_alone(folder: Folder) -> None:
     store = joined(folder, 4)
     record = shard(store, 1)
-    now = time.time() + 7200
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now - 60))
-    folder.put("tpu_0/progress.json", json.dumps({"phase": "running", "updated": stamp}).encode())
+    stamp = iso_time(time.time() - 60)
+    beat = Beat(phase=Phase.RUNNING, attempt=store.attempt, host="h", started=stamp, updated=stamp, version="1")
+    folder.put("tpu_0/progress.json", json.dumps(beat.to_json()).encode())
     assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
     folder.put("tpu_0/progress.json", b"garbled")
     assert garbage(folder, remove=True) == [(f"tpu_0/{record.name}", "a worker is alive")]
@@ -339,7 +341,7 @@ def test_a_commit_between_the_search_and_the_removal_holds_it_back(
 ) -> None:
     store = joined(folder, 4)
     record = shard(store, 1)
-    from spile.store import cleanup as module
+    from spile.store import verification as module
 
     real = module.fence
 

@@ -228,7 +228,9 @@ def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, wi
     assert "mlp.2" in spile.open(str(base)).taps
 
 
-def test_an_addition_to_an_earlier_incarnation_is_ignored(made: Path, with_added: Path, tmp_path: Path) -> None:
+def test_taps_added_before_the_stream_was_started_again_are_ignored(
+    made: Path, with_added: Path, tmp_path: Path
+) -> None:
     """As an older version, which did not know added taps, would leave it."""
     other = tmp_path / "other"
     run_stream(spec(made, "unused", output=str(other)))

@@ -19,8 +19,8 @@ from spile.objects.folder import NotFound
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import tap_widths
+from spile.store.ledger import parse_time
 from spile.store.snapshot import CommitPoint, Snapshot, SnapshotReader, StreamView
-from spile.store.stream import parse_iso
 
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer
@@ -132,7 +132,7 @@ class Root:
         found = {}
         for beat in self._reader.beats.values():
             with suppress(ValueError):
-                found[beat.attempt] = parse_iso(beat.started)
+                found[beat.attempt] = parse_time(beat.started)
         return found
 
     def _row(self, view: StreamView, zone: str, story: tuple[int, str] | None) -> list[Any]:
