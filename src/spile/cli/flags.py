@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -303,11 +304,11 @@ class PodFlags:
     def joined(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
         from spile.worker.pod.pod import PodTimes, joined_group
-        from spile.worker.signals import before_exit, interrupting
+        from spile.worker.signals import before_exit, handled
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with (
-            interrupting(),
+            handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM),  # nothing is to be committed yet
             joined_group(identity or self.identity(), times, log) as hosts,
             before_exit(lambda: hosts.notify_end(KeyboardInterrupt())),
         ):

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = Interrupted.exit_code
         with handled(exit_handler(code), signal.SIGINT):  # For a second Ctrl+C.
-            print(INTERRUPTED, file=sys.stderr)
+            sys.stderr.write(f"{INTERRUPTED}\n")  # One write: print would make two.
     atexit.register(signal.signal, signal.SIGINT, exit_handler(code))  # Runs first, before exit handlers of libraries.
     sys.exit(code)
 

@@ -246,9 +246,7 @@ class Progress:
     timeline: Timeline = field(default_factory=Timeline)
 
     def __post_init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # reentrant: a signal handler reads the counters while the main thread may hold the lock
+        self._lock = threading.Lock()
         self._phase, self._detail = Phase.STARTING, ""
         self._counts = dict.fromkeys(
             ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",

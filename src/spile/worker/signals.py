@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spile.worker.progress import Progress
 
 INTERRUPTED = "spile: interrupted"
+_KINDS = (signal.SIGINT, signal.SIGTERM)
 _RESEND_AFTER = 0.01
 """Seconds after which a lost signal is sent again; by then the callback that lost it has probably returned."""
 
@@ -33,20 +34,33 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def handled(handler: Handler, *kinds: signal.Signals) -> Iterator[None]:
-    """Handle these signals with ``handler`` inside the context. A KeyboardInterrupt that it raises is never lost."""
+def handled(handler: Handler, *kinds: signal.Signals, once: bool = False) -> Iterator[None]:
+    """Handle these signals with ``handler`` inside the context. A KeyboardInterrupt that it raises is never lost.
+
+    ``once``: ignore signals after a KeyboardInterrupt, so that nothing disturbs what cleans up.
+    """
     raised = False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal raised
+        if once and raised:
+            return
         try:
             handler(number, frame)
         except KeyboardInterrupt:
             raised = True
             raise
 
+    def resend(ignored: UnraisableHookArgs) -> None:
+        nonlocal raised
+        if ignored.exc_type is not KeyboardInterrupt:
+            hook(ignored)
+            return
+        raised = False
+        start_new_thread(_send_again, ())  # not threading.Thread: its locks may be held by the interrupted code
+
     before = {kind: signal.signal(kind, handle) for kind in kinds}
-    hook, sys.unraisablehook = sys.unraisablehook, lambda lost: _resend(lost) or hook(lost)
+    hook, sys.unraisablehook = sys.unraisablehook, resend
     try:
         yield
     except SpileError:
@@ -61,17 +75,9 @@ def handled(handler: Handler, *kinds: signal.Signals) -> Iterator[None]:
             signal.signal(kind, old)
 
 
-def _resend(lost: UnraisableHookArgs) -> bool:
-    """Send SIGINT again if Python is about to ignore a KeyboardInterrupt; return whether it was one."""
-    if lost.exc_type is not KeyboardInterrupt:
-        return False
-
-    def send() -> None:
-        time.sleep(_RESEND_AFTER)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    start_new_thread(send, ())  # not threading.Thread: its locks may be held by the interrupted code
-    return True
+def _send_again() -> None:
+    time.sleep(_RESEND_AFTER)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextmanager
@@ -101,21 +107,15 @@ def _loads_jax(frame: FrameType | None) -> bool:
 
 def exit_handler(code: int) -> Handler:
     """Return a handler that exits at once with ``code``, for when only the interpreter is left to shut down."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        os._exit(code)
-
-    return handle
+    return lambda _number, _frame: os._exit(code)
 
 
 _EXIT_AFTER = 3.0
 """Seconds from the second signal to the end of the process, even if its threads hang."""
-_NOTICE = 0.5
-"""Seconds that the main thread has to handle a signal, and that each call before an exit may take."""
-_KINDS = (signal.SIGINT, signal.SIGTERM)
+_EXIT_CALL = 0.5
+"""Seconds that each call before an exit may take."""
 _SAME_REQUEST = 0.5
 """A SIGTERM within this many seconds of another is the same request: Slurm sends two when it preempts a job."""
-
 
 _exit_calls: list[Callable[[], None]] = []
 
@@ -131,7 +131,7 @@ def _end(code: int) -> None:
     for call in _exit_calls:
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(_NOTICE)  # do not wait for a host that does not answer
+        thread.join(_EXIT_CALL)  # do not wait for a host that does not answer
     os._exit(code)
 
 
@@ -147,96 +147,47 @@ def before_exit(call: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
-    """Set ``stop`` on the first signal; raise KeyboardInterrupt on the second, or if nothing was computed yet."""
-    receiver = _SignalReceiver(stop, progress)
-    with handled(receiver.handle, *_KINDS), _call_on_signal(receiver.notice):
-        yield
+    """Set ``stop`` on the first signal; raise KeyboardInterrupt on the second, or if nothing was computed yet.
 
-
-@contextmanager
-def interrupting() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl+C inside the context: nothing is to be committed yet."""
+    A thread decides, because the main thread may be inside a library, which a handler would have to wait for.
+    """
+    ending = threading.Event()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with handled(handle, *_KINDS):
-        yield
-
-
-class _Repeats:
-    """Recognizes a SIGTERM that repeats the previous one."""
-
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def includes(self, number: int) -> bool:
-        now, last = time.monotonic(), self._last
-        if number != signal.SIGTERM:
-            return False
-        self._last = now
-        return now - last < _SAME_REQUEST
-
-
-class _SignalReceiver:
-    """Notices a signal in two ways: by its handler, and by a byte in a pipe while the main thread is busy."""
-
-    def __init__(self, stop: threading.Event, progress: Progress) -> None:
-        self._stop, self._progress = stop, progress
-        self._handled = self._arrived = 0
-        self._repeats = {"handled": _Repeats(), "arrived": _Repeats()}
-
-    def _ends_at_once(self, number: int) -> bool:
-        now = self._progress.snapshot()
-        return number > 1 or (not now.samples and now.phase.early)
-
-    def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal in the main thread."""
-        if self._repeats["handled"].includes(number):
-            return
-        self._handled += 1
-        name = signal.Signals(number).name
-        if self._ends_at_once(self._handled):
-            end_soon()
-            if self._handled == 1:
-                self._progress.log(f"{name}: nothing is computed yet, so this ends at once")
+        if ending.is_set():
             raise KeyboardInterrupt
-        self._stop.set()
-        self._progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
-    def notice(self, number: int, over: threading.Event) -> None:
-        """Notice a signal in another thread. The wait is in a third one, so that the next signal is read at once."""
-        if self._repeats["arrived"].includes(number):
-            return
-        self._arrived += 1
-        threading.Thread(target=self._check_handled, args=(self._arrived, over), daemon=True).start()
-
-    def _check_handled(self, arrived: int, over: threading.Event) -> None:
-        """End the process if the main thread does not handle this signal soon."""
-        if not over.wait(_NOTICE) and self._handled < arrived and self._ends_at_once(arrived):
+    def decide(requests: int, name: str) -> None:
+        now = progress.snapshot()
+        if requests > 1 or (not now.samples and now.phase.early):
             end_soon()
-
-
-@contextmanager
-def _call_on_signal(call: Callable[[int, threading.Event], None]) -> Iterator[None]:
-    """Make this call from a thread for each signal, even while the main thread is inside a library."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    over = threading.Event()
+            if requests == 1:
+                progress.log(f"{name}: nothing is computed yet, so this ends at once")
+            ending.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            stop.set()
+            progress.log(f"{name}: finishing the batches in flight and committing them (again: end at once)")
 
     def listen() -> None:
-        while (byte := os.read(reader, 1)) and not over.is_set():
-            if byte[0] in _KINDS:
-                call(byte[0], over)
+        requests, last = 0, float("-inf")
+        while number := int.from_bytes(os.read(reader, 1)):
+            repeated = number == signal.SIGTERM and time.monotonic() - last < _SAME_REQUEST
+            last = time.monotonic() if number == signal.SIGTERM else last
+            if number in _KINDS and not repeated and not ending.is_set():
+                requests += 1
+                decide(requests, signal.Signals(number).name)
 
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     thread = threading.Thread(target=listen, name="spile-signals", daemon=True)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets the number of each signal
     thread.start()
     try:
-        yield
+        with handled(handle, *_KINDS, once=True):  # end_soon limits the time of the cleanup
+            yield
     finally:
         signal.set_wakeup_fd(before)
-        over.set()
         os.close(writer)
         thread.join()
         os.close(reader)

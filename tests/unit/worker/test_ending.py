@@ -128,7 +128,7 @@ import os, signal, sys, time
 from spile.spec.phase import Phase
 from spile.view.worker import watched
 from spile.worker import signals
-signals._SAME_REQUEST, signals._NOTICE, signals._EXIT_AFTER = 1, 1, 0.1
+signals._SAME_REQUEST, signals._EXIT_AFTER = 1, 0.1
 with watched() as watch:
     watch.progress.phase(Phase.RUNNING)
     for number in {numbers}:
