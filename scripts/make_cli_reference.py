@@ -60,7 +60,8 @@ def application(command: Command) -> App:
 
 def flags(command: Command) -> Iterator[Argument]:
     """Yield the flags and arguments that ``--help-all`` shows."""
-    for argument in application(command).assemble_argument_collection():
+    app, default = application(command), build().default_parameter
+    for argument in app.assemble_argument_collection(default_parameter=default, parse_docstring=True):
         if argument.show and argument.names[0] != "*":
             yield argument
 
@@ -85,7 +86,7 @@ def _anchor(name: str) -> str:
 
 def _section(command: Command) -> str:
     function = application(command).default_command
-    text = inspect.getdoc(function) or ""
+    text = (inspect.getdoc(function) or "").partition("\n\nArgs:")[0]
     paragraphs = [" ".join(part.split()).replace("``", "`") for part in text.split("\n\n")]
     groups: dict[str, list[str]] = {}
     order: dict[str, float] = {}
@@ -115,7 +116,7 @@ def _row(argument: Argument) -> str:
 
 def _describe(argument: Argument) -> tuple[str, str]:
     """Return the help and the default of a flag. A default that the help states in words is used."""
-    text = (argument.parameter.help or "").replace("|", "\\|")
+    text = " ".join((argument.parameter.help or "").split()).replace("|", "\\|")
     found = re.search(r"\s*\[default(?:, ([^:\]]*))?: ([^\]]*)\]\s*$", text)
     if found:
         return text[: found.start()], found[2] + (f" ({found[1]})" if found[1] else "")

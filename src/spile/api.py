@@ -363,32 +363,38 @@ def verify(
         The report: ``report.ok``, and ``report.all_problems``.
 
     """
-    from spile.store.verification import verify as prove
-
     with naming("spile.verify"):
         if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
             raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
-        again = None
-        if recompute:
-            from spile.worker.recompute import recomputer
-
-            again = recomputer(str(root))
-        decode, unchecked = answer_decoder(str(root))
-        report = prove(
+        return prove(
             str(root),
+            recompute=recompute,
             streams=streams,
             max_samples=max_samples,
-            recompute=again,
-            k=recompute,
             seed=seed,
             gc=gc,
             remove=remove,
             repair=repair,
             older_than=older_than,
             progress=progress,
-            decode=decode,
         )
-        return replace(report, unchecked=unchecked)
+
+
+def prove(root: str, *, recompute: int, **options: Any) -> Report:
+    """Verify a dataset with the tokenizer of its run and, if samples are recomputed, with its model.
+
+    The options are those of :func:`spile.store.verification.verify`.
+    """
+    from spile.store.verification import verify as check
+
+    again = None
+    if recompute:
+        from spile.worker.recompute import recomputer
+
+        again = recomputer(root)
+    decode, unchecked = answer_decoder(root)
+    report = check(root, recompute=again, k=recompute, decode=decode, **options)
+    return replace(report, unchecked=tuple(dict.fromkeys((*unchecked, *report.unchecked))))
 
 
 def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:

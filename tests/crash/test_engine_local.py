@@ -156,7 +156,7 @@ BAD = {
         "--worker-id",
         "1",
     ): "--worker-id with an engine: expected all streams. Leave out --worker-id or --engine.",
-    ("--num-workers", "0"): "--num-workers: expected 1 to 10,000, found 0",
+    ("--num-workers", "0"): "--num-workers: expected from 1 to 10,000, found 0",
     ("--num-workers", "1", "--ray-address", "a:1"): "--ray-address: expected --engine ray, found --engine local",
     ("--num-workers", "1", "--resources", "GPU"): "--resources: expected NAME=number such as GPU=1, found 'GPU'",
     ("--num-workers", "1", "--dataset-dir", "."): "no stream in {here}: expected stream_000.jsonl, stream_001.jsonl, … "

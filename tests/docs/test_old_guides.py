@@ -38,7 +38,7 @@ def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         words = modern(shlex.split(old.line), old.environment)
         function, bound, _ = build().parse_args(words, exit_on_error=False, print_error=False)
         path = next(command.function for command in COMMANDS if command.name == old.command)
-        assert f"{function.__module__}:{function.__name__}" == path
+        assert f"{function.__module__}:{function.__name__}" == f"spile.cli.{path}"
         return {name: _value(bound.arguments, name) for name in old.means}
     asked: list[ExtractSpec] = []
 

@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import ExtractFlags, flag, pairs, variables
+from spile.cli.flags import ExtractFlags, pairs
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
 from spile.launch.kubernetes import KubernetesJob, SecretKey, to_yaml
@@ -19,27 +18,28 @@ from spile.launch.supervisor import stream_tasks
 from spile.objects import is_remote
 from spile.planning.machines import parse_machine
 
-_JOB = Group("The job", sort_key=0)
 _CLUSTER = Group("The cluster", sort_key=0)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("The job", sort_key=0))
 @dataclass(frozen=True)
 class ClusterFlags:
     """The flags that all clusters share."""
 
-    name: Annotated[str, flag(_JOB, "The job's name.")] = "spile"
-    num_workers: Annotated[
-        int | None,
-        flag(_JOB, "The number of workers, which claim one stream after another. [default: one for each stream]"),
-    ] = None
-    cpus: Annotated[int | None, flag(_JOB, "Processors of each host.")] = None
-    memory_gb: Annotated[int | None, flag(_JOB, "Memory of each host, in GB.")] = None
-    env: Annotated[
-        list[str] | None, flag(_JOB, "NAME=value for every worker. Do not use it for secrets.", negative="")
-    ] = None
-    grace: Annotated[int, flag(_JOB, "Seconds that a worker has to commit before it is killed.")] = 120
-    retries: Annotated[int, flag(_JOB, "Retries after errors of a worker. Disruptions do not count.")] = 6
+    name: str = "spile"
+    """The job's name."""
+    num_workers: int | None = None
+    """The number of workers, which claim one stream after another. [default: one for each stream]"""
+    cpus: int | None = None
+    """Processors of each host."""
+    memory_gb: int | None = None
+    """Memory of each host, in GB."""
+    env: list[str] | None = None
+    """NAME=value for every worker. Do not use it for secrets."""
+    grace: int = 120
+    """Seconds that a worker has to commit before it is killed."""
+    retries: int = 6
+    """Retries after errors of a worker. Disruptions do not count."""
 
     def job(self, flags: ExtractFlags, *, hosts: int, shared: Sequence[str] = ()) -> ClusterJob:
         """Return the job that these flags ask for. ``shared`` are the folders that every host can read."""
@@ -60,19 +60,17 @@ class ClusterFlags:
         return ClusterJob(
             name=self.name,
             words=("spile", "worker", "--spec", text, "--claim"),
-            workers=_count_streams(flags.dataset_dir) if self.num_workers is None else self.num_workers,
+            workers=len(stream_tasks(flags.dataset_dir, lambda _: ()))
+            if self.num_workers is None
+            else self.num_workers,
             root=spec.output,
             hosts=hosts,
-            env=variables(self.env),
+            env=pairs("--env", self.env),
             grace=self.grace,
             retries=self.retries,
             cpus=self.cpus,
             memory_gb=self.memory_gb,
         )
-
-
-def _count_streams(dataset_dir: str) -> int:
-    return len(stream_tasks(dataset_dir, lambda _: ()))
 
 
 _SAME = (
@@ -82,50 +80,49 @@ _SAME = (
 """The flags whose values are fields of the job."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=_CLUSTER)
 @dataclass(frozen=True)
 class KubernetesFlags:
     """Names and options of the Kubernetes cluster."""
 
-    image: Annotated[
-        str, flag(_CLUSTER, "The image that the cluster pulls. spile docker build builds it; push it to your registry.")
-    ]
-    topology: Annotated[
-        str | None, flag(_CLUSTER, "The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker.")
-    ] = None
-    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each pod (nvidia.com/gpu).")] = 0
-    gpu_type: Annotated[str | None, flag(_CLUSTER, "The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …")] = (
-        None
-    )
-    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Without --topology: pods that act as one worker.")] = 1
-    spot: Annotated[bool, flag(_CLUSTER, "Use spot machines of GKE.", negative="")] = False
-    jobset: Annotated[bool, flag(_CLUSTER, "For many hosts: JobSets instead of a Service and Jobs.", negative="")] = (
-        False
-    )
-    namespace: Annotated[str | None, flag(_CLUSTER, "The namespace. [default: kubectl's]")] = None
-    service_account: Annotated[
-        str | None, flag(_CLUSTER, "The service account of the pods. It must be able to write to the bucket.")
-    ] = None
-    secret: Annotated[
-        list[str] | None, flag(_CLUSTER, "A variable from a secret, HF_TOKEN=huggingface/token.", negative="")
-    ] = None
-    volume: Annotated[list[str] | None, flag(_CLUSTER, "A volume claim to mount, /data=my-claim.", negative="")] = None
-    node_selector: Annotated[
-        list[str] | None, flag(_CLUSTER, "A label that nodes must have, key=value.", negative="")
-    ] = None
-    queue: Annotated[str | None, flag(_CLUSTER, "A LocalQueue of Kueue.")] = None
-    disk_gb: Annotated[int, flag(_CLUSTER, "Ephemeral storage that each pod requests, in GB.")] = 50
-    cache_claim: Annotated[
-        str | None, flag(_CLUSTER, "A volume claim that keeps models between pods. [default: a folder of each pod]")
-    ] = None
-    pull_secret: Annotated[list[str] | None, flag(_CLUSTER, "A secret for pulling the image.", negative="")] = None
-    toleration: Annotated[
-        list[str] | None, flag(_CLUSTER, "A taint that pods tolerate: key=value:NoSchedule.", negative="")
-    ] = None
-    keep_hours: Annotated[int, flag(_CLUSTER, "Hours after which a finished job is deleted.")] = 168
-    privileged: Annotated[
-        bool, flag(_CLUSTER, "Run TPU pods with all privileges, for GKE before 1.28.", negative="")
-    ] = False
+    image: str
+    """The image that the cluster pulls. spile docker build builds it; push it to your registry."""
+    topology: str | None = None
+    """The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker."""
+    gpus: int = 0
+    """GPUs of each pod (nvidia.com/gpu)."""
+    gpu_type: str | None = None
+    """The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …"""
+    hosts_per_worker: int = 1
+    """Without --topology: pods that act as one worker."""
+    spot: bool = False
+    """Use spot machines of GKE."""
+    jobset: bool = False
+    """For many hosts: JobSets instead of a Service and Jobs."""
+    namespace: str | None = None
+    """The namespace. [default: kubectl's]"""
+    service_account: str | None = None
+    """The service account of the pods. It must be able to write to the bucket."""
+    secret: list[str] | None = None
+    """A variable from a secret, HF_TOKEN=huggingface/token."""
+    volume: list[str] | None = None
+    """A volume claim to mount, /data=my-claim."""
+    node_selector: list[str] | None = None
+    """A label that nodes must have, key=value."""
+    queue: str | None = None
+    """A LocalQueue of Kueue."""
+    disk_gb: int = 50
+    """Ephemeral storage that each pod requests, in GB."""
+    cache_claim: str | None = None
+    """A volume claim that keeps models between pods. [default: a folder of each pod]"""
+    pull_secret: list[str] | None = None
+    """A secret for pulling the image."""
+    toleration: list[str] | None = None
+    """A taint that pods tolerate: key=value:NoSchedule."""
+    keep_hours: int = 168
+    """Hours after which a finished job is deleted."""
+    privileged: bool = False
+    """Run TPU pods with all privileges, for GKE before 1.28."""
 
     def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
         """Return the job for Kubernetes."""
@@ -145,7 +142,7 @@ class KubernetesFlags:
 
 
 def k8s_job(
-    *, kubernetes: KubernetesFlags, cluster: ClusterFlags | None = None, flags: ExtractFlags | None = None
+    *, kubernetes: KubernetesFlags, cluster: ClusterFlags = ClusterFlags(), flags: ExtractFlags = ExtractFlags()
 ) -> int:
     """Print Kubernetes manifests for a run: spile k8s job … | kubectl apply -f -
 
@@ -153,36 +150,38 @@ def k8s_job(
     or JobSet of its own. Workers claim one stream after another, so their number may change during the run. Nothing is
     sent to the cluster; kubectl apply --dry-run=server checks the output.
     """
-    print(to_yaml(kubernetes.described(flags or ExtractFlags(), cluster or ClusterFlags())), end="")
+    print(to_yaml(kubernetes.described(flags, cluster)), end="")
     return 0
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=_CLUSTER)
 @dataclass(frozen=True)
 class SlurmFlags:
     """Names and options of the Slurm cluster."""
 
-    partition: Annotated[str | None, flag(_CLUSTER, "The partition to run in.")] = None
-    account: Annotated[str | None, flag(_CLUSTER, "The account to charge.")] = None
-    time: Annotated[
-        str | None, flag(_CLUSTER, "The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued.")
-    ] = None
-    gpus: Annotated[int, flag(_CLUSTER, "GPUs of each host.")] = 0
-    hosts_per_worker: Annotated[int, flag(_CLUSTER, "Hosts that act as one worker.")] = 1
-    log_dir: Annotated[str, flag(_CLUSTER, "The folder for the logs.")] = "slurm-logs"
-    setup: Annotated[
-        str | None, flag(_CLUSTER, "A shell line that runs before the worker, such as module load or activate.")
-    ] = None
-    sbatch: Annotated[
-        list[str] | None, flag(_CLUSTER, "An additional option of sbatch: --sbatch=--constraint=a100.", negative="")
-    ] = None
+    partition: str | None = None
+    """The partition to run in."""
+    account: str | None = None
+    """The account to charge."""
+    time: str | None = None
+    """The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued."""
+    gpus: int = 0
+    """GPUs of each host."""
+    hosts_per_worker: int = 1
+    """Hosts that act as one worker."""
+    log_dir: str = "slurm-logs"
+    """The folder for the logs."""
+    setup: str | None = None
+    """A shell line that runs before the worker, such as module load or activate."""
+    sbatch: list[str] | None = None
+    """An additional option of sbatch: --sbatch=--constraint=a100."""
 
 
 def slurm_job(
     *,
-    slurm: SlurmFlags = SlurmFlags(),  # noqa: B008
-    cluster: ClusterFlags = ClusterFlags(),  # noqa: B008
-    flags: ExtractFlags = ExtractFlags(),  # noqa: B008
+    slurm: SlurmFlags = SlurmFlags(),
+    cluster: ClusterFlags = ClusterFlags(),
+    flags: ExtractFlags = ExtractFlags(),
 ) -> int:
     """Print a Slurm array job for a run: spile slurm job … > job.sh; mkdir slurm-logs; sbatch job.sh
 

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
 from spile.cli.aliases import GUIDES_DATASET, GUIDES_STREAMS, with_model
 from spile.cli.flags import (
     GCS_PREFIX,
+    MANY,
     ExtractFlags,
     MachineFlags,
     PlaceFlags,
     RunFlags,
     confirm,
-    flag,
+    log,
+    pairs,
     print_results,
-    variables,
 )
 from spile.errors import RunMismatch, SpecError
 from spile.fleet import manage
@@ -61,82 +61,54 @@ from spile.spec.run import RunSpec
 from spile.store.cleanup import clear_stream
 from spile.view.table import output
 
-_STEPS = Group("Which steps", sort_key=0)
 _COUNTED = 200
 """The number of samples of the first stream whose tokens a dry run counts."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("Which steps", sort_key=0))
 @dataclass(frozen=True)
 class DeployFlags:
     """The flags of ``spile deploy`` itself."""
 
-    create_tpus: Annotated[bool, flag(_STEPS, "Create the machines that do not exist yet.", negative="")] = False
-    adopt: Annotated[
-        list[str] | None,
-        flag(
-            _STEPS,
-            "Use these existing machines instead of creating new ones. They are reached over ssh.",
-            consume_multiple=True,
-            negative="",
-        ),
-    ] = None
-    skip_dataset: Annotated[
-        bool,
-        flag(_STEPS, "Use the streams in the bucket. Flags that are not given keep their earlier values.", negative=""),
-    ] = False
-    num_streams: Annotated[
-        int | None,
-        flag(
-            _STEPS,
-            "Split the dataset into this many streams, which the workers claim one after another: more than workers, "
-            "so that the fleet can grow later. [default: as before; else one per worker]",
-        ),
-    ] = None
-    skip_launch: Annotated[
-        bool, flag(_STEPS, "Only prepare streams, code and assignments; start no worker.", negative="")
-    ] = False
-    dry_run: Annotated[
-        bool,
-        flag(_STEPS, "Check everything and print what would be created and its cost. Create nothing.", negative=""),
-    ] = False
-    launch: Annotated[Literal["startup", "ssh"], flag(_STEPS, "How workers start: at boot (startup), or over ssh.")] = (
-        "startup"
-    )
-    force: Annotated[bool, flag(_STEPS, "With --launch ssh: install again.", negative="")] = False
-    monitor: Annotated[bool, flag(_STEPS, "Then monitor the fleet, as spile monitor does.", negative="")] = False
-    interval: Annotated[float, flag(_STEPS, "Seconds between two updates.")] = 60.0
-    budget: Annotated[float | None, flag(_STEPS, "The cost in dollars at which the machines are deleted.")] = None
-    keep_finished: Annotated[bool, flag(_STEPS, "Do not delete machines whose work is finished.", negative="")] = False
-    env: Annotated[
-        list[str] | None,
-        flag(
-            _STEPS,
-            "NAME=value for every worker. It is stored in the bucket, where every reader can see it. For a token, use "
-            "NAME=secret:projects/P/secrets/S; each machine reads it from Secret Manager.",
-            negative="",
-        ),
-    ] = None
-    notify: Annotated[
-        list[str] | None,
-        flag(
-            _STEPS,
-            "A webhook, such as Slack's. It is called when a worker is given up, the budget is reached, or the fleet "
-            "stops, finishes or is silent.",
-            negative="",
-        ),
-    ] = None
-    yes: Annotated[
-        bool,
-        flag(
-            _STEPS,
-            "Do not ask before replacing an earlier deployment of this fleet, or before --overwrite removes data.",
-            negative="",
-        ),
-    ] = False
-    user: Annotated[str | None, flag(_STEPS, "The user name for ssh. [default: yours]")] = None
-    ssh_key: Annotated[Path | None, flag(_STEPS, "The private key for ssh. [default: gcloud's]")] = None
-    internal_ip: Annotated[bool, flag(_STEPS, "Use internal addresses for ssh.", negative="")] = False
+    create_tpus: bool = False
+    """Create the machines that do not exist yet."""
+    adopt: Annotated[list[str] | None, MANY] = None
+    """Use these existing machines instead of creating new ones. They are reached over ssh."""
+    skip_dataset: bool = False
+    """Use the streams in the bucket. Flags that are not given keep their earlier values."""
+    num_streams: int | None = None
+    """Split the dataset into this many streams, which the workers claim one after another: more than workers, so that
+    the fleet can grow later. [default: as before; else one per worker]"""
+    skip_launch: bool = False
+    """Only prepare streams, code and assignments; start no worker."""
+    dry_run: bool = False
+    """Check everything and print what would be created and its cost. Create nothing."""
+    launch: Literal["startup", "ssh"] = "startup"
+    """How workers start: at boot (startup), or over ssh."""
+    force: bool = False
+    """With --launch ssh: install again."""
+    monitor: bool = False
+    """Then monitor the fleet, as spile monitor does."""
+    interval: float = 60.0
+    """Seconds between two updates."""
+    budget: float | None = None
+    """The cost in dollars at which the machines are deleted."""
+    keep_finished: bool = False
+    """Do not delete machines whose work is finished."""
+    env: list[str] | None = None
+    """NAME=value for every worker. It is stored in the bucket, where every reader can see it. For a token, use
+    NAME=secret:projects/P/secrets/S; each machine reads it from Secret Manager."""
+    notify: list[str] | None = None
+    """A webhook, such as Slack's. It is called when a worker is given up, the budget is reached, or the fleet stops,
+    finishes or is silent."""
+    yes: bool = False
+    """Do not ask before replacing an earlier deployment of this fleet, or before --overwrite removes data."""
+    user: str | None = None
+    """The user name for ssh. [default: yours]"""
+    ssh_key: Path | None = None
+    """The private key for ssh. [default: gcloud's]"""
+    internal_ip: bool = False
+    """Use internal addresses for ssh."""
 
     def policy(self, budget: float | None) -> Policy:
         """How patient the monitor is."""
@@ -165,10 +137,10 @@ def worker_spec(
 
 def deploy(
     *,
-    place: PlaceFlags = PlaceFlags(),  # noqa: B008
-    machines: MachineFlags = MachineFlags(),  # noqa: B008
-    flags: ExtractFlags = ExtractFlags(),  # noqa: B008
-    steps: DeployFlags = DeployFlags(),  # noqa: B008
+    place: PlaceFlags = PlaceFlags(),
+    machines: MachineFlags = MachineFlags(),
+    flags: ExtractFlags = ExtractFlags(),
+    steps: DeployFlags = DeployFlags(),
 ) -> int:
     """Split the dataset into streams, upload streams and code to the bucket, and start the workers.
 
@@ -179,19 +151,18 @@ def deploy(
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
     bucket = fleet_bucket("--gcs-bucket", flags.gcs_bucket)
-    console, client = output(soft_wrap=True), place.client()
-    log = partial(console.print, markup=False)
+    client = place.client()
     home = FleetHome.open(fleet_url(bucket, place.fleet))
     before = home.find_fleet()  # A missing bucket is reported here, before anything is created.
     if before is not None and steps.skip_dataset:
-        before = _trusted_fleet(client, home, console, yes=steps.yes)
-    request = _Request(place, machines, flags, steps).complete(before, console)
+        before = _trusted_fleet(client, home, yes=steps.yes)
+    request = _Request(place, machines, flags, steps).complete(before)
     fleet = request.fleet(client, home, before)
     _check(client, fleet, request)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
     for line in check_access((bucket, request.root(bucket)), account, asker):
         log(line)
-    with _streams(fleet, request, bucket, before, console) as streams:
+    with _streams(fleet, request, bucket, before) as streams:
         streams.check(len(fleet.workers))
         fleet = request.work(fleet, bucket, streams)
         if steps.skip_dataset:
@@ -200,24 +171,24 @@ def deploy(
         try:
             check_root(bucket, fleet, streams, cleared=bool(cleared))
         except RunMismatch as error:
-            request, fleet = request.in_own_folder(error, fleet, bucket, streams, console)
+            request, fleet = request.in_own_folder(error, fleet, bucket, streams)
             check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
-            code = _show_plan(console, fleet, streams, request, changed, cleared)
+            _show_plan(fleet, streams, request, changed, cleared)
             for line in () if steps.skip_launch else check_quota(client, fleet):
                 log(line)
-            return code
-        _confirm_changes(console, fleet, changed, cleared, yes=steps.yes)
+            return 0
+        _confirm_changes(fleet, changed, cleared, yes=steps.yes)
         streams.put(log)
     for number in cleared:
         clear_stream(open_folder(fleet.root), number)
     fleet = publish(home, fleet, log)
     if steps.skip_launch:
-        code = print_results(console, pin_machines(client, fleet, home.folder.url) if before is not None else [])
-        console.print(_launch_hint(place, steps, bucket, again=before is not None), markup=False)
+        code = print_results(pin_machines(client, fleet, home.folder.url) if before is not None else [])
+        log(_launch_hint(place, steps, bucket, again=before is not None))
         return code
-    return _launch(client, home, fleet, request.steps, console)
+    return _launch(client, home, fleet, request.steps)
 
 
 @dataclass(frozen=True)
@@ -233,9 +204,9 @@ class _Request:
     workers: tuple[Worker, ...] = ()
     """The workers of the earlier deployment; empty if they are planned again."""
 
-    def complete(self, before: FleetSpec | None, console: Console) -> _Request:
+    def complete(self, before: FleetSpec | None) -> _Request:
         """Return the request with the settings of an earlier deployment or the model of the guides, and check it."""
-        log, request = partial(console.print, markup=False), self
+        request = self
         if self.steps.skip_dataset and before is not None:
             request, words = self._reuse(before)
             if words:
@@ -244,9 +215,8 @@ class _Request:
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
-            log(
-                f"--output-dir {flags.output_dir} is not used: the dataset is stored in the bucket, not on the machines"
-            )
+            folder = f"--output-dir {flags.output_dir}"
+            log(f"{folder} is not used: the dataset is stored in the bucket, not on the machines")
         return request if request.base else replace(request, flags=with_model(flags, "a fleet", log))
 
     def _reuse(self, before: FleetSpec) -> tuple[_Request, list[str]]:
@@ -256,17 +226,15 @@ class _Request:
         """
         place, zones = _fill(self.place, {"zones": ",".join(before.zones), "name_prefix": before.name_prefix})
         machines, machine = _fill(self.machines, _stored_machines(self.machines, before))
-        environment = [f"{name}={value}" for name, value in before.environment.items()]
         stored = {
-            "env": environment or None,
+            "env": [f"{name}={value}" for name, value in before.environment.items()] or None,
             "notify": list(before.notify) or None,
             "keep_finished": not before.policy.delete_finished,
         }
         steps, rest = _fill(self.steps, stored)
-        words = _flag_words({**self._reused_run(before), **machine, **zones})
-        words += [f"--env {name}=…" for name in before.environment] if "env" in rest else []
-        words += ["--notify …"] if "notify" in rest else []
-        words += ["--keep-finished"] if "keep_finished" in rest else []
+        hidden = {"env": [f"{name}=…" for name in before.environment], "notify": ["…"]}
+        shown = {name: hidden.get(name, value) for name, value in rest.items()}
+        words = _flag_words({**self._reused_run(before), **machine, **zones, **shown})
         default_names = self.place.name_prefix == PlaceFlags().name_prefix
         same = self.place.zones is None and self.machines.workers_per_zone is None and default_names
         workers = before.workers if same else ()
@@ -313,12 +281,12 @@ class _Request:
             fleet,
             self.run_spec(self.root(bucket), streams.url, streams.split),
             streams,
-            environment=variables(self.steps.env),
+            environment=pairs("--env", self.steps.env),
             notify=tuple(self.steps.notify or ()),
         )
 
     def in_own_folder(
-        self, error: RunMismatch, fleet: FleetSpec, bucket: str, streams: StreamsPlan, console: Console
+        self, error: RunMismatch, fleet: FleetSpec, bucket: str, streams: StreamsPlan
     ) -> tuple[_Request, FleetSpec]:
         """Return the fleet with an output folder of its own, if no folder was named.
 
@@ -328,7 +296,7 @@ class _Request:
         if named or self.root(bucket) != f"{bucket}/{GCS_PREFIX}" or not streams.split:
             raise error
         prefix = f"{GCS_PREFIX}-{streams.split[:8]}"
-        console.print(f"{error.problem}: this run is stored in {bucket}/{prefix}", markup=False)
+        log(f"{error.problem}: this run is stored in {bucket}/{prefix}")
         request = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
         return request, request.work(fleet, bucket, streams)
 
@@ -371,12 +339,12 @@ def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
     return stored
 
 
-def _trusted_fleet(provider: CloudTpu, home: FleetHome, console: Console, *, yes: bool) -> FleetSpec:
+def _trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
     if doubt is not None:
-        confirm(f"{doubt.problem}. Use its flags and machines anyway?", yes=yes, console=console)
+        confirm(f"{doubt.problem}. Use its flags and machines anyway?", yes=yes)
     return fleet
 
 
@@ -407,7 +375,7 @@ def _flag_words(values: Mapping[str, Any]) -> list[str]:
 def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     """Raise the errors that can be known before anything is created."""
     request.root("gs://b")
-    variables(request.steps.env)
+    pairs("--env", request.steps.env)
     for url in request.steps.notify or ():
         check_url(url)
     check_model(request.run_spec("gs://b/x", "gs://b/datasets"))
@@ -416,11 +384,8 @@ def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
 
 
 @contextmanager
-def _streams(
-    fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec | None, console: Console
-) -> Iterator[StreamsPlan]:
+def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec | None) -> Iterator[StreamsPlan]:
     """Yield the streams for the workers: existing ones, those of a folder, or those of a dataset that is split now."""
-    log = partial(console.print, markup=False)
     flags, below, there = request.flags, f"{bucket}/datasets", before.streams if before is not None else None
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
@@ -461,18 +426,18 @@ def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
     return found
 
 
-def _confirm_changes(console: Console, fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
+def _confirm_changes(fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
     """Ask before something is replaced or removed."""
     if changed:
-        question = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}. Replace it?"
-        confirm(question, yes=yes, console=console)
+        what = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}"
+        confirm(f"{what}. Replace it?", yes=yes)
     if cleared:
-        confirm(f"Remove what is stored of {len(cleared)} streams in {fleet.root}, for good?", yes=yes, console=console)
+        confirm(f"Remove what is stored of {len(cleared)} streams in {fleet.root}, for good?", yes=yes)
 
 
-def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, console: Console) -> int:
+def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags) -> int:
     """Create or find the machines and start the workers on them."""
-    from spile.cli.fleet import monitor_policy, watch_fleet  # Here, because chains of imports are kept short.
+    from spile.cli.fleet import watch_fleet  # Here, because chains of imports are kept short.
 
     results: list[NodeResult] = []
     ssh = steps.launch == "ssh" or bool(steps.adopt)
@@ -482,72 +447,62 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     not_pinned = pin_machines(client, fleet, home.folder.url)
     made_here = ssh or not steps.monitor  # Otherwise the monitor creates them.
     if steps.create_tpus and not steps.adopt and made_here:
-        results = _create_machines(client, home, fleet, console)
+        results = _create_machines(client, home, fleet)
     elif not ssh and not steps.monitor:
         results = list_existing(client, fleet)
     if ssh or bare:
         if bare:
-            line = "created without spile's startup script; the worker is started over ssh"
-            console.print(f"{', '.join(bare)}: {line}", markup=False)
+            log(f"{', '.join(bare)}: created without spile's startup script; the worker is started over ssh")
         access = Access(user=steps.user, key=steps.ssh_key)
         results = [each for each in results if (each.bad if ssh else each.name not in bare)]
         results += launch_over_ssh(
             client, fleet, home.folder.url, access, only=None if ssh else bare, internal_ip=steps.internal_ip,
             force=steps.force,
         )  # fmt: skip
-    code = print_results(console, [*results, *not_pinned])
+    code = print_results([*results, *not_pinned])
     if steps.monitor:
-        policy = monitor_policy(steps.interval, steps.keep_finished)
-        return watch_fleet(home, client, console, interval=steps.interval, policy=policy)
-    console.print(f"watch and heal with: spile monitor {home.folder.url}", markup=False)
+        console = output(soft_wrap=True)
+        return watch_fleet(home, client, console, interval=steps.interval, keep_finished=steps.keep_finished)
+    log(f"watch and heal with: spile monitor {home.folder.url}")
     return code
 
 
-def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec, console: Console) -> list[NodeResult]:
+def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec) -> list[NodeResult]:
     """Create the machines, unless a monitor is running: then the monitor creates them."""
     other = Lease(home.folder).holder()
     if other is not None:
-        console.print(f"{other.owner} monitors this fleet and creates its machines", markup=False)
+        log(f"{other.owner} monitors this fleet and creates its machines")
         return []
     return manage.create(client, fleet, partial(machine_metadata, home.folder.url, sha256(fleet.to_json())))
 
 
 def _show_plan(
-    console: Console,
-    fleet: FleetSpec,
-    streams: StreamsPlan,
-    request: _Request,
-    changed: list[str],
-    cleared: list[int],
-) -> int:
+    fleet: FleetSpec, streams: StreamsPlan, request: _Request, changed: list[str], cleared: list[int]
+) -> None:
     """Print what would be created, changed and paid, for ``--dry-run``."""
-    machine = parse_machine(fleet.machine.accelerator_type)
-    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
-    price = machine.price.preemptible if cheap else machine.price.on_demand
-    workers = len(fleet.workers)
-    lines = [
-        f"would be created: {counted(workers, 'machine')} {machine.name} ({fleet.workers[0].name} …) in "
-        f"{', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together",
-        f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", which exist already"),
-        f"output: {fleet.root}",
-        f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another",
-    ]
+    workers, price = len(fleet.workers), fleet.price
+    log(
+        f"would be created: {counted(workers, 'machine')} {fleet.machine.accelerator_type} ({fleet.workers[0].name} …) "
+        f"in {', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together"
+    )
+    log(f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", which exist already"))
+    log(f"output: {fleet.root}")
+    log(f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another")
     if changed:
-        lines.append(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
+        log(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
     if cleared:
-        lines.append(f"removed, after a question: what is stored of {counted(len(cleared), 'stream')} in {fleet.root}")
-    found = _estimate(streams, request, fleet)
+        log(f"removed, after a question: what is stored of {counted(len(cleared), 'stream')} in {fleet.root}")
+    found, prices = _estimate(streams, request, fleet), list_prices()
+    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     dollars = found.dollars.preemptible if cheap else found.dollars.on_demand
-    lines += [
+    log(
         f"about {duration(found.hours * 3600)}, ${dollars:,.2f}, {size(found.volume.bytes)} stored "
         f"(assumed: {duration(START_SECONDS)} to boot, install, load and compile, {Rates.efficiency:.0%} of the chips' "
-        f"peak, no preemption; {list_prices().source}, as of {list_prices().as_of})",
-        *filter(None, [list_prices().warning(date.today())]),
-        "nothing was created",
-    ]
-    for line in lines:
-        console.print(line, markup=False)
-    return 0
+        f"peak, no preemption; {prices.source}, as of {prices.as_of})"
+    )
+    if warning := prices.warning(date.today()):
+        log(warning)
+    log("nothing was created")
 
 
 def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Estimate:
@@ -556,7 +511,5 @@ def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Esti
 
     found = forecast(request.run_spec("gs://b/x", str(streams.local or streams.url)), _COUNTED)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
-    rates = Rates(start_seconds=START_SECONDS)
-    return whole.on(
-        parse_machine(fleet.machine.accelerator_type), list_prices(), rates=rates, workers=len(fleet.workers)
-    )
+    machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
+    return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

@@ -40,7 +40,6 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     from spile.store.stream import refuse_other_spec, write_spec
     from spile.view.engine import watched_engine
 
-    engine.check()
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave out --worker-id or --engine")
     spec = flags.spec()
@@ -68,15 +67,14 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
 
 
 @contextmanager
-def part_workers(command: str, root: str, flags: WorkerFlags | None) -> Iterator[RunParts | None]:
+def part_workers(command: str, root: str, flags: WorkerFlags) -> Iterator[RunParts | None]:
     """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine; None if the flags ask for none."""
     from spile.launch.engines import make_engine
     from spile.store.parts import divide
 
-    if flags is None or not flags.asked:
+    if not flags.asked:
         yield None
         return
-    flags.check()
     place = _absolute_folder(root)
     # Only the report belongs to stdout, but Ray prints there when it loses a node.
     with redirect_stdout(sys.stderr), closing(make_engine(flags.name, flags.request(root))) as runner:
@@ -99,7 +97,6 @@ def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPa
     from spile.launch.supervisor import StreamTask, Supervisor
     from spile.view.table import SafeConsole
 
-    console = SafeConsole(stderr=True)
     results: list[Mapping[str, Any]] = []
 
     def finished(end: WorkerEnd) -> None:
@@ -110,11 +107,8 @@ def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPa
         StreamTask(number, (*words, "--part", str(part)), part.size, name=f"part {part}")
         for number, part in enumerate(parts)
     ]
-
-    def log_whole(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    outcome = Supervisor(runner, tasks, log=log_whole, finished=finished).run(lambda: 0)
+    errors = SafeConsole(stderr=True, soft_wrap=True)
+    outcome = Supervisor(runner, tasks, log=errors.print, finished=finished).run(lambda: 0)
     for place, problem in outcome.failed.items():
         kind = UserError if outcome.refused else Failure
         raise kind(f"{words[0]} failed for part {parts[place]} of {words[1]}", found=problem)

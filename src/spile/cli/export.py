@@ -4,110 +4,102 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from spile.cli.flags import parse_numbers
+from spile.cli.flags import MANY, log, stream_numbers
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.reading.export import check_output, chosen_taps, export_dataset
+from spile.reading.export import ExportDtype, ExportFormat, check_output, chosen_taps, export_dataset
 from spile.reading.importing import import_pickles
 from spile.reading.push import push_dataset
 from spile.spec.amounts import counted, size
 from spile.spec.run import StoreDtype
 from spile.view.card import dataset_card
-from spile.view.table import output as console
 from spile.view.table import progress_bar
-
-Form = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
 
 
 def export(
-    root: Annotated[str, Parameter(help="A dataset: a folder, gs://…, s3://… or az://…")] = "./activations",
+    root: str = "./activations",
     *,
-    to: Annotated[
-        Form,
-        Parameter(
-            help="The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet, Hugging Face, or the "
-            "training data of speculators or SpecForge."
-        ),
-    ],
-    output: Annotated[str, Parameter(help="A new folder on this machine, or for pickles in a bucket.")],
-    taps: Annotated[
-        list[str] | None,
-        Parameter(consume_multiple=True, negative="", help="Such as residual.3; [default: residual of all layers]"),
-    ] = None,
-    streams: Annotated[str | None, Parameter(help="Only these streams, such as 0-3,7. [default: all]")] = None,
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        Parameter(help="Of the numbers written. [default: float32; bfloat16 for speculators and specforge]"),
-    ] = None,
-    context_size: Annotated[int, Parameter(help="The context size of SAELens' cache.")] = 128,
-    hook_name: Annotated[
-        str | None, Parameter(help="The name of the tap in SAELens. [default: TransformerLens']")
-    ] = None,
+    to: ExportFormat,
+    output: str,
+    taps: Annotated[list[str] | None, MANY] = None,
+    streams: str | None = None,
+    dtype: ExportDtype | None = None,
+    context_size: int = 128,
+    hook_name: str | None = None,
 ) -> int:
-    """Export a dataset to a format that other programs read. The dataset is not changed."""
+    """Export a dataset to a format that other programs read. The dataset is not changed.
+
+    Args:
+        root: A dataset: a folder, gs://…, s3://… or az://…
+        to: The format: the pickles of the old guides, SAELens' cache, NumPy, Parquet, Hugging Face, or the training
+            data of speculators or SpecForge.
+        output: A new folder on this machine, or for pickles in a bucket.
+        taps: Such as residual.3; [default: residual of all layers]
+        streams: Only these streams, such as 0-3,7. [default: all]
+        dtype: Of the numbers written. [default: float32; bfloat16 for speculators and specforge]
+        context_size: The context size of SAELens' cache.
+        hook_name: The name of the tap in SAELens. [default: TransformerLens']
+    """
     check_output(to, output)
     dataset = open_dataset(root)
     chosen = chosen_taps(dataset, taps)
-    numbers = None if streams is None else sorted(parse_numbers("--streams", streams))
     with progress_bar("exporting", "rows") as seen:
         done = export_dataset(
             dataset,
-            str(output),
+            output,
             to=to,
             taps=chosen,
-            streams=numbers,
+            streams=stream_numbers(streams),
             dtype=dtype,
             context_size=context_size,
             hook_name=hook_name,
             seen=seen,
         )
     unit = {"saelens": "context", "speculators": "sample", "specforge": "sample"}.get(to, "row")
-    console().print(
-        f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})",
-        soft_wrap=True,
-    )
+    log(f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})")
     return 0
 
 
-def push(
-    root: Annotated[str, Parameter(help="A dataset: a folder, gs://…, s3://… or az://…")],
-    target: Annotated[str, Parameter(help="hf://datasets/OWNER/NAME; it is created if it does not exist.")],
-    *,
-    private: Annotated[bool, Parameter(negative="", help="Make a new repository private.")] = False,
-) -> int:
+def push(root: str, target: str, *, private: bool = False) -> int:
     """Upload a dataset to the Hugging Face hub, with a dataset card. The same command continues an interrupted push.
 
     The token is that of HF_TOKEN or of hf auth login.
+
+    Args:
+        root: A dataset: a folder, gs://…, s3://… or az://…
+        target: hf://datasets/OWNER/NAME; it is created if it does not exist.
+        private: Make a new repository private.
     """
     dataset = open_dataset(root)
     with progress_bar("pushing", "bytes") as seen:
         done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, seen=seen)
-    console().print(
+    log(
         f"{done.url} has {counted(done.files, 'file')}, {size(done.size)}, at commit {done.commit[:10]}; "
-        f'read it: spile.open("{done.url}")',
-        soft_wrap=True,
+        f'read it: spile.open("{done.url}")'
     )
     return 0
 
 
 def import_(
-    source: Annotated[str, Parameter(help="shard_0001.pkl.gz, or a folder of such files.")],
+    source: str,
     *,
-    output: Annotated[
-        str, Parameter(help="Where the dataset is stored: a folder, gs://…, s3://… or az://…")
-    ] = "./activations",
-    worker_id: Annotated[int, Parameter(help="The stream's number: writes stream_5/.")] = 0,
-    site: Annotated[Literal["residual", "attn", "mlp"], Parameter(help="The tap kind of the pickled activations.")] = (
-        "residual"
-    ),
-    model: Annotated[str, Parameter(help="The model's name, for people.")] = "unknown",
-    store_dtype: Annotated[StoreDtype, Parameter(help="What rows are stored as.")] = "bfloat16",
+    output: str = "./activations",
+    worker_id: int = 0,
+    site: Literal["residual", "attn", "mlp"] = "residual",
+    model: str = "unknown",
+    store_dtype: StoreDtype = "bfloat16",
 ) -> int:
     """Import the pickles of the old guides as a dataset.
 
     Code in them is not run. They contain no tokens, so each token of the dataset is -1.
+
+    Args:
+        source: shard_0001.pkl.gz, or a folder of such files.
+        output: Where the dataset is stored: a folder, gs://…, s3://… or az://…
+        worker_id: The stream's number: writes stream_5/.
+        site: The tap kind of the pickled activations.
+        model: The model's name, for people.
+        store_dtype: What rows are stored as.
     """
     with progress_bar("importing", "files") as seen:
         store = import_pickles(
@@ -120,9 +112,8 @@ def import_(
             seen=seen,
         )
     ledger = store.ledger
-    console().print(
+    log(
         f"{store.folder.url} has {counted(ledger.samples, 'sample')}, {counted(ledger.tokens, 'row')} per tap; "
-        f"prove it: spile verify {output}",
-        soft_wrap=True,
+        f"prove it: spile verify {output}"
     )
     return 0

@@ -6,18 +6,20 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import BackfillFlags, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
+from spile.cli.flags import MANY, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
 from spile.errors import Interrupted, SpecError
 from spile.objects import is_remote
+from spile.spec.options import within
 from spile.spec.phase import Phase
-from spile.spec.run import RunSpec
+from spile.spec.run import BackfillSpec, RunSpec, parse_mesh_shape
+from spile.spec.taps import parse_taps
 
 if TYPE_CHECKING:
     from spile.worker.pod.identity import Identity
@@ -25,30 +27,61 @@ if TYPE_CHECKING:
     from spile.worker.progress import Summary
 
 
-_VERBOSE = Annotated[bool, Parameter(negative="", help="Log more: devices, shapes, each commit.")]
-_WEB = Annotated[
-    bool, Parameter(negative="", help="Also show the run in the browser while it runs; its address is printed.")
-]
+@Parameter(name="*", group=Group("Add to a finished dataset", sort_key=7))
+@dataclass(frozen=True)
+class BackfillFlags:
+    """The taps to add, and the dataset to add them to."""
+
+    add_taps: Annotated[list[str] | None, MANY] = None
+    """Compute these taps for every stored row of --to and add them to that dataset: mlp.12 residual.0"""
+    to: str | None = None
+    """The finished dataset: a folder, gs://…, s3://… or az://…"""
+
+    @property
+    def asked(self) -> bool:
+        """Whether taps are to be added."""
+        return self.add_taps is not None or self.to is not None
+
+    def spec(self, flags: ExtractFlags) -> BackfillSpec:
+        """Return the spec from these flags and those of extract."""
+        if self.to is None or self.add_taps is None:
+            found = "one of them"
+            raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
+        given, known = flags.given(), {each.name for each in fields(BackfillSpec)} - {"taps"}
+        for name, value in given.items():
+            if name not in known:
+                raise SpecError(
+                    f"--{name.replace('_', '-')} cannot be used with --add-taps",
+                    expected="the value that the dataset was created with",
+                    found=value,
+                    fix="leave it out",
+                )
+        if "mesh_shape" in given:
+            given["mesh_shape"] = parse_mesh_shape(given["mesh_shape"])
+        return BackfillSpec(root=self.to, taps=parse_taps(self.add_taps), **given)
 
 
 def extract(
     *,
-    flags: ExtractFlags | None = None,
-    pod: PodFlags | None = None,
-    engine: EngineFlags | None = None,
-    backfill: BackfillFlags | None = None,
-    web: _WEB = False,
-    verbose: _VERBOSE = False,
+    flags: ExtractFlags = ExtractFlags(),
+    pod: PodFlags = PodFlags(),
+    engine: EngineFlags = EngineFlags(),
+    backfill: BackfillFlags = BackfillFlags(),
+    web: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Run a model over a dataset and store its layers' activations, each sample exactly once.
 
     Without flags: the embedded model on the embedded ARC tasks, into ./activations. The same command resumes an
     interrupted run. Every flag can also come from --config run.toml or a SPILE_* variable.
+
+    Args:
+        web: Also show the run in the browser while it runs; its address is printed.
+        verbose: Log more: devices, shapes, each commit.
     """
-    flags, pod = flags or ExtractFlags(), pod or PodFlags()
-    if backfill is not None and backfill.asked:
+    if backfill.asked:
         return add_taps(backfill, flags, pod, verbose)
-    if engine is not None and engine.asked:
+    if engine.asked:
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(with_guide_defaults(flags, os.environ, log, every_stream=True), engine)
@@ -56,44 +89,30 @@ def extract(
 
 
 def infer(
-    *,
-    flags: InferFlags | None = None,
-    pod: PodFlags | None = None,
-    web: _WEB = False,
-    verbose: _VERBOSE = False,
+    *, flags: InferFlags = InferFlags(), pod: PodFlags = PodFlags(), web: bool = False, verbose: bool = False
 ) -> int:
     """Answer every prompt of a dataset, and store the activations of prompts and answers, each sample exactly once.
 
     Without flags: the embedded model on the embedded ARC tasks, into ./inference. The same command resumes an
     interrupted run. spile score shows how many answers to ARC tasks are right. Every flag can also come from --config
     run.toml or a SPILE_* variable.
+
+    Args:
+        web: Also show the run in the browser while it runs; its address is printed.
+        verbose: Log more: devices, shapes, each commit.
     """
-    return run_flags(flags or InferFlags(), pod or PodFlags(), verbose, web)
+    return run_flags(flags, pod, verbose, web)
 
 
 def worker(
     *,
-    spec: Annotated[
-        str,
-        Parameter(
-            help="The run spec: a file, an object of a bucket, its JSON text, or - for standard input.",
-            allow_leading_hyphen=True,
-        ),
-    ],
-    stream: Annotated[int | None, Parameter(help="The number of the stream.")] = None,
-    claim: Annotated[
-        bool, Parameter(negative="", help="Instead of --stream: claim one unfinished stream after another.")
-    ] = False,
-    worker_name: Annotated[
-        str | None,
-        Parameter(help="With --claim: a name that no other running worker has. [default: host and process]"),
-    ] = None,
-    claim_seconds: Annotated[
-        float,
-        Parameter(help="With --claim: seconds without a renewal after which another worker's stream is taken over."),
-    ] = 90.0,
-    pod: PodFlags | None = None,
-    verbose: _VERBOSE = False,
+    spec: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    stream: int | None = None,
+    claim: bool = False,
+    worker_name: str | None = None,
+    claim_seconds: float = 90.0,
+    pod: PodFlags = PodFlags(),
+    verbose: bool = False,
 ) -> int:
     """Run one stream of a run spec, or claim streams until none is left. Launchers start this.
 
@@ -101,8 +120,15 @@ def worker(
 
     Exit codes: 0 success, 1 failure, 2 a mistake in the spec, 3 fenced by another worker, 130 interrupted. Finished
     work is committed, and the same command resumes.
+
+    Args:
+        spec: The run spec: a file, an object of a bucket, its JSON text, or - for standard input.
+        stream: The number of the stream.
+        claim: Instead of --stream: claim one unfinished stream after another.
+        worker_name: With --claim: a name that no other running worker has. [default: host and process]
+        claim_seconds: With --claim: seconds without a renewal after which another worker's stream is taken over.
+        verbose: Log more: devices, shapes, each commit.
     """
-    pod = pod or PodFlags()
     found = _read_spec(spec)
     if claim:
         if stream is not None:
@@ -119,8 +145,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     from spile.worker.claiming import default_worker_name, goal_of, work_on_claims
     from spile.worker.signals import exit_handler, handled
 
-    if not 1 <= seconds <= 86400:
-        raise SpecError("--claim-seconds", expected="from 1 to 86400", found=f"{seconds:g}")
+    within("--claim-seconds", seconds, 1, 86400)
     root, worker = open_folder(spec.output), name or default_worker_name()
     book = ClaimBook(root, worker, expiry=seconds, goal=goal_of(spec.data))
     identity = pod.identity()
@@ -265,13 +290,13 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
     return summary.exit_code
 
 
-def check(*, flags: PodFlags | None = None) -> int:
+def check(*, flags: PodFlags = PodFlags()) -> int:
     """Test a slice in a minute without a dataset: hosts, barriers, devices and one small forward pass on all devices.
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
     """
     from spile.worker.pod.pod import check_pod
 
-    with (flags or PodFlags()).joined() as hosts:
+    with flags.joined() as hosts:
         check_pod(hosts, log)
     return 0

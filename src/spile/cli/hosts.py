@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
-from rich.console import Console
 
-from spile.cli.flags import HostFlags, flag, log, variables
+from spile.cli.flags import NEGATABLE, AsJson, HostFlags, log, pairs
 from spile.errors import Failure, SpecError, UserError
 from spile.fleet.agent import LOG_FILES, NO_LOG, UNIT, LogMachine, find_machine, last_words, tail_command
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
@@ -21,36 +21,37 @@ from spile.fleet.home import FleetHome, read_log
 from spile.fleet.install import install_on
 from spile.hosts import run as fanout
 from spile.hosts.files import assemble, collect_from, copy_to, load
-from spile.hosts.hosts import Host
+from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Job
 from spile.objects import open_folder
 from spile.spec.options import at_least
-from spile.view.hosts import Logs, Output, print_outcomes, results_folder
+from spile.view.hosts import Logs, results_folder, run_on_all
 from spile.view.table import output as output_console
 
-_WHAT = Group("What to run", sort_key=1)
 _COPY = Group("What to copy, where to", sort_key=4)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=Group("What to run", sort_key=1))
 @dataclass(frozen=True)
 class HostCommandFlags:
     """The flags of ``spile run`` itself."""
 
-    command: Annotated[
-        str | None, flag(_WHAT, "The command as one line for the hosts' shell, instead of words after --.")
-    ] = None
-    env: Annotated[
-        list[str] | None, flag(_WHAT, "An environment variable for the command, NAME=value.", negative="")
-    ] = None
-    install: Annotated[bool, flag(_WHAT, "Install spile on the hosts first, as spile install does.", negative="")] = (
-        False
-    )
-    quiet: Annotated[bool, flag(_WHAT, "Write the output of the hosts to the log files only.", negative="")] = False
-    logs: Annotated[Path | None, flag(_COPY, "The folder for the logs. [default: spile-run-TIME]")] = None
-    folder: Annotated[str | None, flag(_COPY, "The folder on the hosts. [default: ~/spile-run/THIS-DIRECTORY]")] = None
-    copy: Annotated[bool, flag(_COPY, "Copy the directory first, or use an earlier copy.")] = True
-    copy_limit_gb: Annotated[float, flag(_COPY, "Fail if the directory is larger than this.")] = 2.0
+    command: str | None = None
+    """The command as one line for the hosts' shell, instead of words after --."""
+    env: list[str] | None = None
+    """An environment variable for the command, NAME=value."""
+    install: bool = False
+    """Install spile on the hosts first, as spile install does."""
+    quiet: bool = False
+    """Write the output of the hosts to the log files only."""
+    logs: Annotated[Path | None, Parameter(group=_COPY)] = None
+    """The folder for the logs. [default: spile-run-TIME]"""
+    folder: Annotated[str | None, Parameter(group=_COPY)] = None
+    """The folder on the hosts. [default: ~/spile-run/THIS-DIRECTORY]"""
+    copy: Annotated[bool, NEGATABLE, Parameter(group=_COPY)] = True
+    """Copy the directory first, or use an earlier copy."""
+    copy_limit_gb: Annotated[float, Parameter(group=_COPY)] = 2.0
+    """Fail if the directory is larger than this."""
 
     def line(self, words: tuple[str, ...]) -> str:
         """Return the command as one line; a single word is taken as a line already."""
@@ -64,49 +65,43 @@ class HostCommandFlags:
 
 def run(
     *words: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    flags: HostCommandFlags = HostCommandFlags(),  # noqa: B008  (frozen)
-    where: HostFlags = HostFlags(),  # noqa: B008
+    flags: HostCommandFlags = HostCommandFlags(),
+    where: HostFlags = HostFlags(),
 ) -> int:
     """Copy this directory to every host of the slices, run a command on all of them, and fetch logs and exit codes.
 
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst one of the hosts.
     """
-    line, given, results = flags.line(words), variables(flags.env), results_folder(flags.logs)
-    console = Output(highlight=False)
+    line, given, results = flags.line(words), pairs("--env", flags.env), results_folder(flags.logs)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
     files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
     hosts = where.find()
     if flags.install:
-        put_on(hosts, where)
+        put_on(hosts, access)
     if files is not None:
         sent = copy_to(hosts, files, target, access)
         size = f"{files.size / 1e6:.1f} MB, {sent / 1e6:.1f} MB sent"
-        console.print(f"copied {len(files.names)} files ({size}) to {target} on {len(hosts)} hosts", markup=False)
-    with Logs(hosts, results, None if flags.quiet else console) as logs:
-        outcomes = fanout.run(hosts, Job(line, target, given), access=access, output=logs.write)
-        logs.open()
-    print_outcomes(outcomes, logs, console)
-    return fanout.worst(outcomes)
+        log(f"copied {len(files.names)} files ({size}) to {target} on {len(hosts)} hosts")
+    return run_on_all(hosts, Job(line, target, given), access, results, quiet=flags.quiet)
 
 
-def install(
-    *,
-    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
-    force: Annotated[bool, Parameter(negative="", help="Install again, even if the host has this version.")] = False,
-) -> int:
+def install(*, where: HostFlags = HostFlags(), force: bool = False) -> int:
     """Install this version of spile on every host, together with a recent Python, and put it on PATH.
 
     It is installed in ~/.spile, with support for the TPUs or GPUs of the host. A host with this version is not changed.
+
+    Args:
+        force: Install again, even if the host has this version.
     """
-    put_on(where.find(), where, force=force)
+    put_on(where.find(), where.access(), force=force)
     return 0
 
 
-def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> None:
+def put_on(hosts: Sequence[Host], access: Access, *, force: bool = False) -> None:
     """Install spile on all hosts; raise with the last line of each host that failed."""
-    name, done = install_on(hosts, where.access(), force=force)
+    name, done = install_on(hosts, access, force=force)
     bad = [each for each in done if each.error is not None]
     if bad:
         errors = "; ".join(str(each.error) for each in bad[:4])
@@ -119,46 +114,48 @@ def put_on(hosts: Sequence[Host], where: HostFlags, *, force: bool = False) -> N
 
 
 def logs(
-    worker: Annotated[str, Parameter(help="The worker's number, or the name of its machine.")],
+    worker: str,
     *,
-    follow: Annotated[
-        bool, Parameter(name=["--follow", "-f"], help="Print new lines until Ctrl+C.", negative="")
-    ] = False,
-    lines: Annotated[int, Parameter(name=["--lines", "-n"], help="The number of last lines to print.")] = 100,
-    output: Annotated[
-        str | None, Parameter(help="The dataset, for a machine that is gone: its heartbeat has the end.")
-    ] = None,
-    home: Annotated[
-        str | None, Parameter(help="The fleet's gs://bucket/fleet/NAME: print the log that is stored in the bucket.")
-    ] = None,
-    grep: Annotated[str | None, Parameter(help="With --home: only lines that match this regular expression.")] = None,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="With --home: print one JSON object per line of the log.")
-    ] = False,
-    fleet: Annotated[str | None, Parameter(help="Only machines of this fleet.")] = None,
-    host: Annotated[int, Parameter(help="The host of a pod.")] = 0,
-    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
+    lines: Annotated[int, Parameter(name=["--lines", "-n"])] = 100,
+    output: str | None = None,
+    home: str | None = None,
+    grep: str | None = None,
+    as_json: AsJson = False,
+    fleet: str | None = None,
+    host: int = 0,
+    where: HostFlags = HostFlags(),
 ) -> int:
-    """Print a worker's log: from its machine over ssh, or its last lines from the bucket if the machine is gone."""
+    """Print a worker's log: from its machine over ssh, or its last lines from the bucket if the machine is gone.
+
+    Args:
+        worker: The worker's number, or the name of its machine.
+        follow: Print new lines until Ctrl+C.
+        lines: The number of last lines to print.
+        output: The dataset, for a machine that is gone: its heartbeat has the end.
+        home: The fleet's gs://bucket/fleet/NAME: print the log that is stored in the bucket.
+        grep: With --home: only lines that match this regular expression.
+        as_json: With --home: print one JSON object per line of the log.
+        fleet: Only machines of this fleet.
+        host: The host of a pod.
+    """
     at_least("-n", lines, 0)
-    console = output_console()
-    if as_json and home is None:
-        raise SpecError("--json", expected="--home gs://bucket/fleet/NAME", found="--json alone")
-    if grep is not None and home is None:
-        raise SpecError("--grep", expected="--home gs://bucket/fleet/NAME as well", found="--grep alone")
+    for flag, given in (("--json", as_json), ("--grep", grep is not None)):
+        if given and home is None:
+            raise SpecError(flag, expected="--home gs://bucket/fleet/NAME as well", found=f"{flag} alone")
     if home is not None:
-        return _print_stored_log(worker, home, lines, grep, host, console, as_json)
+        return _print_stored_log(worker, home, lines, grep, host, as_json)
     machine = _machine(worker, fleet, host, where)
     if machine.host is None:
-        return _print_last_lines(worker, machine, output, lines, console)
+        return _print_last_lines(worker, machine, output, lines)
     job = Job(tail_command(lines, follow))
     try:
-        with Logs([machine.host], None, console, bare=True) as shown:
+        with Logs([machine.host], None, output_console(), bare=True) as shown:
             (outcome,) = fanout.run([machine.host], job, access=where.access(), output=shown.write)
     except Failure as error:
         if output is None:
             raise
-        return _print_last_lines(worker, replace(machine, story=str(error)), output, lines, console)
+        return _print_last_lines(worker, replace(machine, story=str(error)), output, lines)
     if outcome.code == NO_LOG:
         raise UserError(f"no log on {machine.host.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
     if outcome.cause not in ("ended", "stopped"):
@@ -166,12 +163,8 @@ def logs(
     return 0 if outcome.stopped else outcome.code
 
 
-def _print_stored_log(
-    worker: str, home: str, lines: int, grep: str | None, host: int, console: Console, as_json: bool
-) -> int:
+def _print_stored_log(worker: str, home: str, lines: int, grep: str | None, host: int, as_json: bool) -> int:
     """Print the log that a worker's agent stored in the bucket; the machine need not exist."""
-    from collections import deque
-
     opened = FleetHome.open(home)
     named = {str(each.id): each.name for each in opened.read_fleet().workers}
     name = named.get(worker, worker)
@@ -179,14 +172,10 @@ def _print_stored_log(
         raise UserError(f"no worker {worker} in {home}", expected=f"a number or one of {', '.join(named.values())}")
     name = name if host == 0 else f"{name}-h{host}"
     found = deque(read_log(opened.folder, name, grep), maxlen=lines)
-    if as_json:
-        for line in found:
-            print(json.dumps({"worker": name, "line": line}))
-        return 0
     for line in found:
-        console.print(line, markup=False, soft_wrap=True)
-    if not found:
-        console.print(f"no log of {name} is stored" + (f" with {grep}" if grep else " yet"), markup=False, style="dim")
+        log(json.dumps({"worker": name, "line": line}) if as_json else line)
+    if not found and not as_json:
+        log(f"no log of {name} is stored" + (f" with {grep}" if grep else " yet"))
     return 0
 
 
@@ -203,7 +192,7 @@ def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> Log
     return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
 
 
-def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int, console: Console) -> int:
+def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int) -> int:
     """Print the last lines of the log from the worker's heartbeat."""
     if output is None:
         raise UserError(
@@ -212,37 +201,32 @@ def _print_last_lines(worker: str, machine: LogMachine, output: str | None, line
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
     beat = last_words(open_folder(output), worker, machine)
-    line = f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:"
-    console.print(line, markup=False, style="dim", soft_wrap=True)
+    log(f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:")
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
-        console.print(line, markup=False, soft_wrap=True)
+        log(line)
     if beat.last_error:
-        console.print(f"last error: {beat.last_error}", markup=False, soft_wrap=True)
+        log(f"last error: {beat.last_error}")
     return 0
 
 
 REMOTE = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
 
 
-def collect(
-    path: Annotated[str, Parameter(help="The folder on the hosts.")] = REMOTE,
-    *,
-    into: Annotated[Path, Parameter(help="The local folder. It gets worker_0, worker_1, …")] = Path(
-        "collected_activations"
-    ),
-    where: HostFlags = HostFlags(),  # noqa: B008  (frozen)
-) -> int:
+def collect(path: str = REMOTE, *, into: Path = Path("collected_activations"), where: HostFlags = HostFlags()) -> int:
     """Fetch a folder from every host, into one folder per worker. For runs that did not use a bucket.
 
     If the folders are parts of one dataset, as on the disks of a pod's hosts, they are merged into one dataset. The
     checksum of each file is checked. After an interruption, run it again: files that are complete are not sent again.
+
+    Args:
+        path: The folder on the hosts.
+        into: The local folder. It gets worker_0, worker_1, …
     """
-    console = output_console(soft_wrap=True)
     hosts = where.find()
     collected = collect_from(hosts, path, into, where.access())
     for host, (folder, got) in zip(hosts, collected.items(), strict=True):
         sent = f"{got.size / 1e6:.1f} MB, {got.sent / 1e6:.1f} MB sent"
-        console.print(f"{host.label}: {got.files} files ({sent}) → {folder}", markup=False)
+        log(f"{host.label}: {got.files} files ({sent}) → {folder}")
     if assemble(into, list(collected)):
-        console.print(f"together they are one dataset; next: spile verify {into}", markup=False)
+        log(f"together they are one dataset; next: spile verify {into}")
     return 0

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.box import ROUNDED
-from rich.console import Console
 from rich.table import Table
 
 from spile.cli.engines import part_workers
-from spile.cli.flags import WorkerFlags
+from spile.cli.flags import AsJson, WorkerFlags, log, print_json
 from spile.data.arc.answers import Score
 from spile.errors import Failure, SpecError, UserError, untrusted
 from spile.reading.dataset import Dataset
@@ -28,23 +27,30 @@ from spile.view.web.export import inspection_page, score_page, write_page
 
 
 def inspect(
-    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
+    root: str = "./activations",
     *,
-    stats: Annotated[
-        bool, Parameter(negative="", help="Read all rows of taps that have no stored statistics.")
-    ] = False,
-    html: Annotated[Path | None, Parameter(help="Write a page with plots to this file; implies --stats.")] = None,
-    tap: Annotated[str | None, Parameter(help="The tap whose main directions the page shows.")] = None,
-    samples: Annotated[int, Parameter(help="The number of samples whose heat maps the page shows.")] = 3,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the description as JSON.")] = False,
-    part: Annotated[str | None, Parameter(show=False, help="Print the statistics of this part, for --engine.")] = None,
-    engine: WorkerFlags | None = None,
+    stats: bool = False,
+    html: Path | None = None,
+    tap: str | None = None,
+    samples: int = 3,
+    as_json: AsJson = False,
+    part: Annotated[str | None, Parameter(show=False)] = None,
+    engine: WorkerFlags = WorkerFlags(),
 ) -> int:
     """Describe a dataset: its model, streams, samples and taps, and each tap's norms and attention sinks.
 
     With --engine, many processes or machines read the rows; this implies --stats.
+
+    Args:
+        root: A folder, gs://bucket/prefix, s3://… or az://….
+        stats: Read all rows of taps that have no stored statistics.
+        html: Write a page with plots to this file; implies --stats.
+        tap: The tap whose main directions the page shows.
+        samples: The number of samples whose heat maps the page shows.
+        as_json: Print the description as JSON.
+        part: Print the statistics of this part, for --engine.
     """
-    if html is not None and engine is not None and engine.asked:
+    if html is not None and engine.asked:
         raise SpecError("--engine", expected="no --html", found="--html, which one process writes")
     dataset = open_dataset(root)
     if part is not None:
@@ -59,11 +65,13 @@ def inspect(
         found = _statistics(dataset, run_parts, all_taps=stats or html is not None)
     if as_json:
         summaries = {name: each.summary() if each else None for name, each in found.items()}
-        print(json.dumps({**_facts(dataset), "taps": summaries}, indent=1))
+        print_json({**_facts(dataset), "taps": summaries})
     else:
         _show(dataset, found)
     if html is not None:
-        _write_page(dataset, html, tap, samples)
+        page = inspection_page(dataset, tap=tap, samples=samples)
+        write_page(page, html)
+        log(f"wrote {html} ({size(len(page.encode()))}): one file, nothing is fetched")
     return 0
 
 
@@ -93,7 +101,7 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
 
 def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
     console, facts = output(), _facts(dataset)
-    console.print(f"{facts['root']}: {facts['model']}, rows stored as {facts['store_dtype']}", markup=False)
+    console.print(f"{facts['root']}: {facts['model']}, rows stored as {facts['store_dtype']}")
     console.print(
         f"{counted(facts['samples'], 'sample')} ({facts['skipped']:,} skipped), {counted(facts['tokens'], 'token')}, "
         f"{size(facts['bytes'])} in {counted(facts['shards'], 'shard')} of {counted(facts['streams'], 'stream')}"
@@ -102,63 +110,48 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
     for name in ("tap", "median norm", "99 %", "largest", "sinks"):
         table.add_column(name, justify="left" if name == "tap" else "right")
     for tap, each in found.items():
-        known = each is not None and each.count
-        cells = (
-            [
-                f"{each.norm_quantile(0.5):.4g}",
-                f"{each.norm_quantile(0.99):.4g}",
-                f"{each.top[0].norm:.4g}",
-                f"{each.sinks:,}",
-            ]
-            if each is not None and known and each.top
-            else ["–"] * 4
-        )
+        cells = ["–"] * 4
+        if each is not None and each.top:
+            norms = (each.norm_quantile(0.5), each.norm_quantile(0.99), each.top[0].norm)
+            cells = [*(f"{norm:.4g}" for norm in norms), f"{each.sinks:,}"]
         table.add_row(tap, *cells)
     console.print(table)
     if any(each is None for each in found.values()):
         console.print("–: no statistics were taken while extracting; --stats reads the rows for them")
 
 
-def _write_page(dataset: Dataset, html: Path, tap: str | None, samples: int) -> None:
-    page = inspection_page(dataset, tap=tap, samples=samples)
-    write_page(page, html)
-    output().print(f"wrote {html} ({size(len(page.encode()))}): one file, nothing is fetched", markup=False)
-
-
 def score(
-    root: Annotated[str, Parameter(help="What spile infer wrote: a folder, gs://…, s3://… or az://…")],
+    root: str,
     *,
-    reference: Annotated[
-        str | None, Parameter(help="test_outputs_train.json, or tasks with outputs. [default: the tasks' own outputs]")
-    ] = None,
-    dataset: Annotated[str | None, Parameter(help="The tasks. [default: where the run read them]")] = None,
-    html: Annotated[
-        Path | None, Parameter(help="Write a page with the grids to this file: examples, expected outputs and answers.")
-    ] = None,
-    json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
+    reference: str | None = None,
+    dataset: str | None = None,
+    html: Path | None = None,
+    as_json: AsJson = False,
 ) -> int:
     """Compare the answers of spile infer with the expected outputs, as a table or with --html as a page of grids.
 
     The variants of a task vote, after their augmentations are undone. An answer without a grid counts as wrong. A
     task without a reference is not scored.
+
+    Args:
+        root: What spile infer wrote: a folder, gs://…, s3://… or az://…
+        reference: test_outputs_train.json, or tasks with outputs. [default: the tasks' own outputs]
+        dataset: The tasks. [default: where the run read them]
+        html: Write a page with the grids to this file: examples, expected outputs and answers.
+        as_json: Print one JSON object instead of a table.
     """
     found = score_run(root, reference, dataset)
     if html is not None:
         write_page(score_page(root, found), html)
-    console = Lasting(highlight=False)
-    if json:
-        from json import dumps
-
-        console.print(dumps(found.record()), markup=False, soft_wrap=True)
+    if as_json:
+        print_json(found.record())
     else:
-        _print_score(console, found, html)
+        _print_score(found, html)
     return 0
 
 
-def _print_score(console: Console, found: Score, html: Path | None) -> None:
-    from rich.table import Table
-
-    record = found.record()
+def _print_score(found: Score, html: Path | None) -> None:
+    console, record = Lasting(soft_wrap=True), found.record()
     table = Table("TASK", "RIGHT", "VOTES", "UNREADABLE", box=None)
     for task in found.tasks:
         state = "not scored" if task.expected is None else "yes" if task.right else "no"
@@ -167,10 +160,10 @@ def _print_score(console: Console, found: Score, html: Path | None) -> None:
     console.print(table)
     scored, right = len(found.scored), found.right
     part = f" ({right / scored:.1%}), {record['right_in_two']} within two attempts" if scored else ""
-    console.print(f"{right} of {scored} tasks right{part}", soft_wrap=True)
+    console.print(f"{right} of {scored} tasks right{part}")
     if record["unreadable"]:
         console.print(f"{record['unreadable']} of {record['predictions']} answers hold no grid, and count as wrong")
     if record["without_reference"]:
         console.print(f"{record['without_reference']} tasks have no reference, and are not scored")
     if html is not None:
-        console.print(f"page: {html}", soft_wrap=True, markup=False)
+        console.print(f"page: {html}")

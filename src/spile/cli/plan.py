@@ -7,9 +7,8 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import ExtractFlags, flag
+from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, print_json, table_of
 from spile.errors import SpecError
 from spile.models.architecture import flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
@@ -28,7 +27,7 @@ from spile.planning.machines import HERE, Machine, Prices, list_prices, parse_ma
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import at_least
 from spile.spec.taps import Tap, row_bytes, tap_rows
-from spile.view.table import Lasting, output
+from spile.view.table import output
 
 if TYPE_CHECKING:
     from spile.planning.bench import BenchResult
@@ -39,83 +38,91 @@ if TYPE_CHECKING:
 _PLAN = Group("Plan", sort_key=0)
 _USUAL = ("L4", "A100", "H100", "H100-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8", "v4-8", "v3-8")
 """The machines to show, after this one, if no --topology is given."""
-_MACHINES = "H100, A100-8, v5litepod-64, v5e:16x16, … [default: this machine and some others]"
 _FIRST_TOKENS = 16_384
 """Tokens per device of the first attempt to compile: the worker's own choice on a TPU."""
-
-
 _FULL = 0.7
 """The fraction of a device's memory that weights may fill before they are split over more devices."""
 
 
+@Parameter(name="*", group=_PLAN)
+@dataclass(frozen=True)
+class PlanFlags:
+    """The machines, and what is assumed of them."""
+
+    topology: Annotated[list[str] | None, MANY] = None
+    """Machines: H100, A100-8, v5litepod-64, v5e:16x16, … [default: this machine and some others]"""
+    workers: int = 1
+    """The number of machines that run at once."""
+    budget: float | None = None
+    """Fail if the run costs more dollars on every machine."""
+    preemptible: bool = False
+    """Compare the preemptible price with the budget."""
+    prices: Path | None = None
+    """A TOML file with your own prices and machines."""
+    count: int = 1000
+    """The number of samples to tokenize and count."""
+    efficiency: float = Rates.efficiency
+    """The fraction of the chips' peak that is reached."""
+    start_minutes: float = START_SECONDS / 60
+    """Minutes before the first token: boot, install, load and compile."""
+    tokens_per_second: float | None = None
+    """The measured rate of one machine instead."""
+    compile: Annotated[bool | None, NEGATABLE] = None
+    """Use the TPU compiler. [default: if it is installed]"""
+    largest: Annotated[bool, NEGATABLE] = True
+    """Also find the largest batch that fits in memory."""
+
+
 def plan(
     *,
-    flags: ExtractFlags | None = None,
-    topology: Annotated[
-        list[str] | None, flag(_PLAN, f"Machines: {_MACHINES}.", consume_multiple=True, negative="")
-    ] = None,
-    workers: Annotated[int, flag(_PLAN, "The number of machines that run at once.")] = 1,
-    budget: Annotated[float | None, flag(_PLAN, "Fail if the run costs more dollars on every machine.")] = None,
-    preemptible: Annotated[bool, flag(_PLAN, "Compare the preemptible price with the budget.", negative="")] = False,
-    prices: Annotated[Path | None, flag(_PLAN, "A TOML file with your own prices and machines.")] = None,
-    count: Annotated[int, flag(_PLAN, "The number of samples to tokenize and count.")] = 1000,
-    efficiency: Annotated[float, flag(_PLAN, "The fraction of the chips' peak that is reached.")] = Rates.efficiency,
-    start_minutes: Annotated[
-        float, flag(_PLAN, "Minutes before the first token: boot, install, load and compile.")
-    ] = START_SECONDS / 60,
-    tokens_per_second: Annotated[float | None, flag(_PLAN, "The measured rate of one machine instead.")] = None,
-    compile: Annotated[bool | None, flag(_PLAN, "Use the TPU compiler. [default: if it is installed]")] = None,  # noqa: A002
-    largest: Annotated[bool, flag(_PLAN, "Also find the largest batch that fits in memory.")] = True,
-    json_: Annotated[bool, Parameter(name="--json", group=_PLAN, help="One JSON object.", negative="")] = False,
+    flags: ExtractFlags = ExtractFlags(),
+    options: PlanFlags = PlanFlags(),
+    as_json: Annotated[AsJson, Parameter(group=_PLAN)] = False,
 ) -> int:
     """Estimate what a run takes on this machine, GPUs and TPUs, and fail if it is over the budget.
 
     Takes the flags of spile extract. A large dataset is not read to its end: the estimate is made from its beginning.
+
+    Args:
+        as_json: One JSON object.
     """
     from spile.planning.forecast import plan as forecast
+    from spile.planning.forecast import this_machine
     from spile.planning.tpu_compiler import available
 
-    if count < 1:
-        raise SpecError("--count", expected="at least 1", found=count)
-    if budget is not None and not 0 <= budget < math.inf:
-        raise SpecError("--budget", expected="0 dollars or more", found=f"{budget:g}")
-    table = list_prices() if prices is None else read_prices(prices)
-    machines = [parse_planned(word, table) for word in topology or _USUAL]
-    rates = Rates(efficiency=efficiency, start_seconds=start_minutes * 60, tokens_per_second=tokens_per_second)
-    console = output()
-    say = (lambda _line: None) if json_ else partial(console.print, markup=False)
-    found = forecast(with_guide_defaults(flags or ExtractFlags(), os.environ, say).spec(), count)
-    estimates = [found.on(machine, table, rates=rates, workers=workers) for machine in machines]
-    here = None if topology else _add_this_machine(estimates, found, table, rates)
-    compiles = bool(topology) and available() if compile is None else compile
-    if not json_:
-        _print(console, found, estimates, table, rates, here)
+    at_least("--count", options.count, 1)
+    at_least("--budget", options.budget, 0)
+    prices = list_prices() if options.prices is None else read_prices(options.prices)
+    machines = [parse_planned(word, prices) for word in options.topology or _USUAL]
+    seconds = options.start_minutes * 60
+    rates = Rates(efficiency=options.efficiency, start_seconds=seconds, tokens_per_second=options.tokens_per_second)
+    say = (lambda _line: None) if as_json else log
+    found = forecast(with_guide_defaults(flags, os.environ, say).spec(), options.count)
+    estimates = [found.on(machine, prices, rates=rates, workers=options.workers) for machine in machines]
+    here = None
+    if not options.topology:
+        here = this_machine(found.spec.output)  # It needs no time to boot.
+        estimates.insert(0, found.on(here.machine, prices, rates=replace(rates, start_seconds=0.0), workers=1))
+    compiles = bool(options.topology) and available() if options.compile is None else options.compile
+    console = output(quiet=as_json)
+    _print(console, found, estimates, prices, rates, here)
     fits = {
-        machine.name: _compile(console, found, machine, quiet=json_, find_largest=largest)
+        machine.name: _compile(console, found, machine, find_largest=options.largest)
         for machine in (machines if compiles else ())
         if machine.topology
     }
-    if json_:
-        record = {"run": found.record(), "prices": {"as_of": table.as_of, "source": table.source}, "rates": vars(rates)}
-        machines_ = [{**each.record(), "compiled": fits.get(each.machine.name)} for each in estimates]
+    if as_json:
+        record = {"run": found.record(), "prices": {"as_of": prices.as_of, "source": prices.source}}
+        planned = [{**each.record(), "compiled": fits.get(each.machine.name)} for each in estimates]
         facts = None if here is None else here.record()
-        console.print_json(json.dumps({**record, "this_machine": facts, "machines": machines_}))
+        print_json({**record, "rates": vars(rates), "this_machine": facts, "machines": planned})
     elif not compiles:
-        console.print(_uncompiled(bool(topology), available()), markup=False)
-        for line in _memory_lines(found, [each.machine for each in estimates], every=bool(topology)):
-            console.print(line, markup=False)
-    if budget is not None:
-        _check_budget(estimates, budget, preemptible)
+        console.print(_uncompiled(bool(options.topology), available()))
+        for line in _memory_lines(found, [each.machine for each in estimates], every=bool(options.topology)):
+            console.print(line)
+    if options.budget is not None:
+        _check_budget(estimates, options.budget, options.preemptible)
     return 0
-
-
-def _add_this_machine(estimates: list[Estimate], found: Forecast, prices: Prices, rates: Rates) -> ThisMachine:
-    """Add an estimate for this machine before all others; it needs no time to boot."""
-    from spile.planning.forecast import this_machine
-
-    here = this_machine(found.spec.output)
-    estimates.insert(0, found.on(here.machine, prices, rates=replace(rates, start_seconds=0.0), workers=1))
-    return here
 
 
 def read_prices(path: Path) -> Prices:
@@ -211,12 +218,11 @@ def _print(
         f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store, "
         f"{duration(rates.start_seconds)} to boot, install, load and compile{' elsewhere' if here else ''}. "
         f"Prices: {prices.source}, as of {prices.as_of}; --prices FILE overrides them.",
-        markup=False,
     )
     if warning := prices.warning(date.today()):
-        console.print(warning, markup=False)
+        console.print(warning)
     for line in _small_shards(found, estimates):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def _small_shards(found: Forecast, estimates: list[Estimate]) -> Iterator[str]:
@@ -240,9 +246,9 @@ def _positions_text(found: Forecast) -> str:
 
 
 def _machines(estimates: list[Estimate]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("machine", "chips", "hosts", "time", "tokens/s", "limit", "on demand", "preemptible"):
-        table.add_column(name, justify="left" if name in ("machine", "limit") else "right", no_wrap=True)
+    table = table_of(
+        "machine", "chips", "hosts", "time", "tokens/s", "limit", "on demand", "preemptible", left=("machine", "limit")
+    )
     for each in estimates:
         workers = f"{each.workers} × " if each.workers > 1 else ""
         table.add_row(
@@ -257,26 +263,24 @@ def _machines(estimates: list[Estimate]) -> Table:
     return table
 
 
-def _compile(console: Console, found: Forecast, machine: Machine, *, quiet: bool, find_largest: bool) -> dict[str, Any]:
+def _compile(console: Console, found: Forecast, machine: Machine, *, find_largest: bool) -> dict[str, Any]:
     """Compile for a machine, and print each attempt when it is done because each takes a while."""
     from spile.planning.tpu_compiler import largest, search
 
     program = found.program(machine)
     fits: list[Fit] = []
-    if not quiet:
-        console.print(f"Compiling for {machine.topology}: this takes the TPU compiler a minute or more …", markup=False)
+    console.print(f"Compiling for {machine.topology}: this takes the TPU compiler a minute or more …")
     for fit in search(program, max(1, _FIRST_TOKENS // program.length), find_largest=find_largest):
         fits.append(fit)
-        if not quiet:
-            console.print(_describe_fit(machine, fit), markup=False)
+        console.print(_describe_fit(machine, fit))
     best = largest(fits)
-    if not quiet and find_largest:
-        console.print(
-            f"  largest batch that fits: --batch-tokens {best.tokens}"
+    if find_largest:
+        text = (
+            f"largest batch that fits: --batch-tokens {best.tokens}"
             if best
-            else "  nothing fits: more chips, or fewer taps",
-            markup=False,
+            else "nothing fits: more chips, or fewer taps"
         )
+        console.print(f"  {text}")
     return {"tried": [vars(fit) for fit in fits], "largest_batch_tokens": best.tokens if best else None}
 
 
@@ -291,38 +295,33 @@ def _describe_fit(machine: Machine, fit: Fit) -> str:
     )
 
 
-_HOME = "./.bench"
-
-
 def bench(
     *,
-    flags: ExtractFlags | None = None,
-    tokens: Annotated[
-        int, Parameter(help="The number of tokens to process. The dataset is repeated as needed.")
-    ] = 100_000,
-    compare: Annotated[bool, Parameter(help="Also run a plain loop with transformers, if torch is installed.")] = True,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="One JSON object.")] = False,
+    flags: ExtractFlags = ExtractFlags(),
+    tokens: int = 100_000,
+    compare: Annotated[bool, NEGATABLE] = True,
+    as_json: AsJson = False,
 ) -> int:
     """Measure the limits of this machine for a model, and the fraction of the lowest limit that a run reaches.
 
     Shards are written to a temporary folder in --output or ./.bench and removed afterwards.
+
+    Args:
+        tokens: The number of tokens to process. The dataset is repeated as needed.
+        compare: Also run a plain loop with transformers, if torch is installed.
+        as_json: One JSON object.
     """
     from spile.planning.bench import bench as run
 
     at_least("--tokens", tokens, 1)
-    result = run(_with_own_output(flags or ExtractFlags()).spec(), tokens=tokens, compare=compare)
-    console = output()
+    if not (flags.output or flags.output_dir or flags.gcs_bucket):
+        flags = flags.replaced(output="./.bench")  # Not where the activations of a run are.
+    result = run(flags.spec(), tokens=tokens, compare=compare)
     if as_json:
-        console.print_json(json.dumps(result.record()))
+        print_json(result.record())
     else:
-        _show(result, console)
+        _show(result, output())
     return 0
-
-
-def _with_own_output(flags: ExtractFlags) -> ExtractFlags:
-    """Return the flags with a separate output folder if none is given, to keep away from real activations."""
-    named = flags.output or flags.output_dir or flags.gcs_bucket
-    return flags if named else flags.replaced(output=_HOME)
 
 
 def _show(result: BenchResult, console: Console) -> None:
@@ -372,38 +371,32 @@ _TOKENS = 1_000_000_000
 _LENGTH = 1024
 
 
-def models(
-    *,
-    json_: Annotated[
-        bool, Parameter(name="--json", help="Print one JSON object per family instead of a table.", negative="")
-    ] = False,
-) -> int:
+def models(*, as_json: AsJson = False) -> int:
     """List the model families that spile implements, with the size and cost of one model of each.
 
     The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
     spile plan works out any other run. extract and infer run any other model of transformers in PyTorch, slower.
+
+    Args:
+        as_json: Print one JSON object per family instead of a table.
     """
-    console = Lasting(highlight=False)
     prices = list_prices()
     rows = [_example_size(family, parse_machine(_MACHINE, prices)) for family in FAMILIES]
-    if json_:
+    if as_json:
         for row in rows:
-            console.print(json.dumps(row), markup=False, soft_wrap=True)
+            print(json.dumps(row))
         return 0
-    table = Table(box=None, pad_edge=False)
-    for title in ("family", "for example", "weights", "per token", "10⁹ tokens"):
-        left = title in ("family", "for example")
-        table.add_column(title, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    table = table_of("family", "for example", "weights", "per token", "10⁹ tokens", left=("family", "for example"))
     for row in rows:
         table.add_row(
-            str(row["family"]), str(row["example"]), f"{row['parameters'] / 1e9:.2g} B",
+            row["family"], row["example"], f"{row['parameters'] / 1e9:.2g} B",
             f"{row['bytes_per_token'] / 1e3:,.0f} kB", f"{row['hours']:,.0f} h, ${row['dollars']:,.0f}",
         )  # fmt: skip
-    console.print(table)
-    console.print(
+    output().print(
+        table,
         f"Every layer's residual in bfloat16; hours on a {_MACHINE} at preemptible list prices as of {prices.as_of}."
         " spile plan --model M works out yours. extract and infer run any other model of transformers in PyTorch.",
-        markup=False,
+        sep="\n",
     )
     return 0
 

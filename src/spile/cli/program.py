@@ -12,7 +12,7 @@ import tomllib
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 from cyclopts import (
     App,
@@ -20,13 +20,13 @@ from cyclopts import (
     CoercionError,
     CycloptsError,
     Group,
-    MissingArgumentError,
     Parameter,
     UnknownOptionError,
 )
 from cyclopts.config import Dict, Env
 from cyclopts.exceptions import UnknownCommandError, UnusedCliTokensError
 from cyclopts.help.formatters import DefaultFormatter
+from cyclopts.token import Token
 from rich.text import Text
 
 from spile.cli.aliases import modern
@@ -36,10 +36,7 @@ from spile.view.table import Lasting
 from spile.worker.signals import interruptible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cyclopts.help import HelpPanel
-    from cyclopts.token import Token
     from rich.console import Console, ConsoleOptions
 
 
@@ -50,89 +47,65 @@ class Command(NamedTuple):
     """Words separated by a space: ``data convert`` is ``convert`` in the group ``data``."""
     help: str
     function: str = ""
-    """Where its function is, ``module:name``; empty for a group."""
+    """Where its function is in this package, ``module:name``; empty for a group."""
 
+
+_VERIFY = "Check that a dataset is complete and undamaged: every sample once, every checksum right."
+_EXPORT = "Export a dataset to SAELens, NumPy, Parquet, Hugging Face, speculators, SpecForge or pickles."
+_RUN = "Copy this directory to every host of a slice, run a command on all hosts and fetch the logs."
 
 SECTIONS: dict[str, tuple[Command, ...]] = {
     "A dataset of activations": (
-        Command("extract", "Run a model over a dataset and store its activations.", "spile.cli.extract:extract"),
-        Command(
-            "infer", "Answer prompts, and store the activations of prompts and answers.", "spile.cli.extract:infer"
-        ),
-        Command("score", "Score the answers of spile infer, as a table or an HTML page.", "spile.cli.inspect:score"),
-        Command(
-            "verify",
-            "Check that a dataset is complete and undamaged: every sample once, every checksum right.",
-            "spile.cli.verify:verify",
-        ),
-        Command(
-            "monitor",
-            "Watch a dataset grow: samples, shards, state and rate of each stream.",
-            "spile.cli.fleet:monitor",
-        ),
-        Command("view", "Show runs, samples, layers and features in the browser.", "spile.cli.view:view"),
-        Command("plan", "Estimate the tokens, bytes, hours, dollars and memory of a run.", "spile.cli.plan:plan"),
-        Command("inspect", "Describe a dataset; --html writes a page with plots.", "spile.cli.inspect:inspect"),
-        Command(
-            "models", "List the model families that spile implements, with an example of each.", "spile.cli.plan:models"
-        ),
-        Command(
-            "export",
-            "Export a dataset to SAELens, NumPy, Parquet, Hugging Face, speculators, SpecForge or pickles.",
-            "spile.cli.export:export",
-        ),
-        Command("push", "Upload a dataset to the Hugging Face hub, with a dataset card.", "spile.cli.export:push"),
-        Command("import", "Import the pickles of the old guides as a dataset.", "spile.cli.export:import_"),
-        Command(
-            "bench",
-            "Measure how fast a model runs here, compared with the limits of this machine.",
-            "spile.cli.plan:bench",
-        ),
+        Command("extract", "Run a model over a dataset and store its activations.", "extract:extract"),
+        Command("infer", "Answer prompts, and store the activations of prompts and answers.", "extract:infer"),
+        Command("score", "Score the answers of spile infer, as a table or an HTML page.", "inspect:score"),
+        Command("verify", _VERIFY, "verify:verify"),
+        Command("monitor", "Watch a dataset grow: samples, shards, state and rate of each stream.", "fleet:monitor"),
+        Command("view", "Show runs, samples, layers and features in the browser.", "view:view"),
+        Command("plan", "Estimate the tokens, bytes, hours, dollars and memory of a run.", "plan:plan"),
+        Command("inspect", "Describe a dataset; --html writes a page with plots.", "inspect:inspect"),
+        Command("models", "List the model families that spile implements, with an example of each.", "plan:models"),
+        Command("export", _EXPORT, "export:export"),
+        Command("push", "Upload a dataset to the Hugging Face hub, with a dataset card.", "export:push"),
+        Command("import", "Import the pickles of the old guides as a dataset.", "export:import_"),
+        Command("bench", "Measure how fast a model runs here, compared with the limits of this machine.", "plan:bench"),
     ),
     "What it is made from": (
         Command("data", "Make datasets: convert, split into streams, upload."),
-        Command("data convert", "Convert a hub dataset or local files to ARC tasks.", "spile.cli.data:convert"),
-        Command("data streams", "Split a dataset into independent, balanced streams.", "spile.cli.data:streams"),
-        Command("data upload", "Upload streams to a bucket; identical files are skipped.", "spile.cli.data:upload"),
+        Command("data convert", "Convert a hub dataset or local files to ARC tasks.", "data:convert"),
+        Command("data streams", "Split a dataset into independent, balanced streams.", "data:streams"),
+        Command("data upload", "Upload streams to a bucket; identical files are skipped.", "data:upload"),
     ),
     "Many machines": (
-        Command("deploy", "Prepare the data and start workers on a fleet of TPU VMs.", "spile.cli.deploy:deploy"),
+        Command("deploy", "Prepare the data and start workers on a fleet of TPU VMs.", "deploy:deploy"),
         Command("fleet", "Deployed fleets: list, status, stop."),
-        Command("fleet list", "List the fleets that were deployed to a bucket.", "spile.cli.fleet:list_fleets"),
-        Command("fleet status", "Show a fleet's machines, progress and cost once.", "spile.cli.fleet:status"),
-        Command("fleet stop", "Stop a fleet and delete its machines. Stored data is kept.", "spile.cli.fleet:stop"),
+        Command("fleet list", "List the fleets that were deployed to a bucket.", "fleet:list_fleets"),
+        Command("fleet status", "Show a fleet's machines, progress and cost once.", "fleet:status"),
+        Command("fleet stop", "Stop a fleet and delete its machines. Stored data is kept.", "fleet:stop"),
         Command("tpu", "A fleet's machines: create, delete, status, list, recreate-preempted."),
-        Command("tpu create", "Create a fleet's machines in one or more zones.", "spile.cli.fleet:create"),
-        Command("tpu delete", "Delete a fleet's machines.", "spile.cli.fleet:delete"),
-        Command("tpu status", "Show a fleet's machines.", "spile.cli.fleet:tpu_status"),
-        Command("tpu list", "List every TPU VM of the project.", "spile.cli.fleet:list_all"),
-        Command("tpu recreate-preempted", "Replace a fleet's dead machines.", "spile.cli.fleet:recreate_preempted"),
+        Command("tpu create", "Create a fleet's machines in one or more zones.", "fleet:create"),
+        Command("tpu delete", "Delete a fleet's machines.", "fleet:delete"),
+        Command("tpu status", "Show a fleet's machines.", "fleet:tpu_status"),
+        Command("tpu list", "List every TPU VM of the project.", "fleet:list_all"),
+        Command("tpu recreate-preempted", "Replace a fleet's dead machines.", "fleet:recreate_preempted"),
         Command("pod", "Many hosts as one worker."),
         Command(
-            "pod check",
-            "Test a slice in a minute: hosts, barriers, devices and one forward pass.",
-            "spile.cli.extract:check",
+            "pod check", "Test a slice in a minute: hosts, barriers, devices and one forward pass.", "extract:check"
         ),
-        Command("worker", "Run one stream of a run spec; launchers start this.", "spile.cli.extract:worker"),
-        Command("install", "Install this version of spile on every host of a slice.", "spile.cli.hosts:install"),
-        Command(
-            "run",
-            "Copy this directory to every host of a slice, run a command on all hosts and fetch the logs.",
-            "spile.cli.hosts:run",
-        ),
-        Command("logs", "Print a worker's log, from its machine or from the bucket.", "spile.cli.hosts:logs"),
-        Command("collect", "Fetch a folder from every host, into one folder per worker.", "spile.cli.hosts:collect"),
+        Command("worker", "Run one stream of a run spec; launchers start this.", "extract:worker"),
+        Command("install", "Install this version of spile on every host of a slice.", "hosts:install"),
+        Command("run", _RUN, "hosts:run"),
+        Command("logs", "Print a worker's log, from its machine or from the bucket.", "hosts:logs"),
+        Command("collect", "Fetch a folder from every host, into one folder per worker.", "hosts:collect"),
         Command("docker", "The same run in containers: build, run, pod, stop."),
-        Command(
-            "docker build", "Build the container image, on this machine or on every host.", "spile.cli.docker:build"
-        ),
-        Command("docker run", "Run a command in a container on this machine.", "spile.cli.docker:run"),
-        Command("docker pod", "Run a command in one container on every host of a slice.", "spile.cli.docker:pod"),
-        Command("docker stop", "Stop containers, on this machine or on every host.", "spile.cli.docker:stop"),
+        Command("docker build", "Build the container image, on this machine or on every host.", "docker:build"),
+        Command("docker run", "Run a command in a container on this machine.", "docker:run"),
+        Command("docker pod", "Run a command in one container on every host of a slice.", "docker:pod"),
+        Command("docker stop", "Stop containers, on this machine or on every host.", "docker:stop"),
         Command("k8s", "The same run on Kubernetes."),
-        Command("k8s job", "Print Kubernetes manifests for a run.", "spile.cli.clusters:k8s_job"),
+        Command("k8s job", "Print Kubernetes manifests for a run.", "clusters:k8s_job"),
         Command("slurm", "The same run on Slurm."),
-        Command("slurm job", "Print a Slurm array job for a run.", "spile.cli.clusters:slurm_job"),
+        Command("slurm job", "Print a Slurm array job for a run.", "clusters:slurm_job"),
     ),
 }
 """The sections of ``spile --help`` in order, with the most used commands first."""
@@ -169,66 +142,26 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 these commands have a short help."""
 
 
-_HINTS = {
-    (
-        "extract",
-        "--force",
-    ): "leave it out, because extract always resumes; to install again, run: spile deploy --launch ssh --force",
-}
-"""Hints for flags that only another command has, or that were removed."""
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
-
-
 def mistake(error: CycloptsError, command: str) -> str:
-    """Return the error of a command as one line."""
+    """Return the error of a command as one line: the words of cyclopts, and where to find more."""
     fix = f"See {' '.join(word for word in ('spile', command, '--help') if word)}"
     match error:
-        case UnknownCommandError(unused_tokens=[word, *_]):
+        case UnknownCommandError(unused_tokens=[word, *_]):  # Its own text would import every command.
+            kind = "option" if word.startswith("-") else "command"
             below = [name.removeprefix(command).strip() for name in _NAMES if name.startswith(command)]
-            kind = "flag" if word.startswith("-") else "command"
-            return SpecError(f"no {kind} {f'{command} {word}'.strip()}", fix=_near(word, below) + fix).line()
-        case UnknownOptionError(token=token):
-            flags = [name for each in error.argument_collection if each.parse for name in each.names]
-            name = _name(token) or token.value
-            hint = _HINTS.get((command, name)) or _near(name, flags) + fix
-            return SpecError(f"no flag {name}{_source(token)}", fix=hint).line()
-        case UnusedCliTokensError(unused_tokens=[word]) if command == "extract" and word.isdecimal():
-            return SpecError(command, expected="flags only", found=word, fix=f"did you mean --worker-id {word}?").line()
+            near = [f"did you mean {name}?" for name in difflib.get_close_matches(word, below, n=1)]
+            return SpecError(f"unknown {kind} {f'{command} {word}'.strip()}", fix=" ".join([*near, fix])).line()
         case UnusedCliTokensError(unused_tokens=[*words]):
+            if command == "extract" and words[0].isdecimal():
+                fix = f"did you mean --worker-id {words[0]}?"
             return SpecError(command, expected="flags only", found=" ".join(words), fix=fix).line()
-        case MissingArgumentError(argument=argument) if argument is not None:
-            given = error.keyword or any(token.keyword for token in argument.tokens)
-            name = argument.name if argument.index is None else argument.name.lstrip("-").upper()
-            problem, expected = (argument.name, "a value") if given else (command, name)
-            return SpecError(problem, expected=expected, found="none", fix=fix).line()
-        case CoercionError(token=token) if token is not None and error.msg is None:
-            name = _name(token) or (error.argument.name if error.argument is not None else "")
-            expected = _expected(error.target_type)
-            return SpecError(f"{name}{_source(token)}", expected=expected, found=token.value, fix=fix).line()
+        case UnknownOptionError(token=Token(keyword="--force")) if command == "extract":
+            fix = "leave it out, because extract always resumes; to install again: spile deploy --launch ssh --force"
+            return SpecError("unknown option --force", fix=fix).line()
+        case CoercionError(token=Token(keyword=str(name))) | UnknownOptionError(token=Token(keyword=str(name))):
+            if name.startswith("[") and error.token is not None:  # [batch-size] of a file is --batch-size.
+                error.token = error.token.evolve(keyword=f"--{name[1:-1]}")
     return SpecError(" ".join(str(error).split()), fix=fix).line()
-
-
-def _name(token: Token) -> str:
-    """Return the flag as it is typed: ``[batch-size]`` of a file is ``--batch-size``."""
-    name = token.keyword or ""
-    return f"--{name[1:-1]}" if name.startswith("[") else name
-
-
-def _source(token: Token) -> str:
-    """Return the file in which a flag was given; empty for the command line and for variables."""
-    return "" if token.source in ("", "cli", "env") else f" in {token.source}"
-
-
-def _expected(kind: type | None) -> str:
-    if get_origin(kind) is Literal:
-        *most, last = map(str, get_args(kind))
-        return f"{', '.join(most)} or {last}"
-    return _KINDS.get(kind, getattr(kind, "__name__", str(kind))) if kind is not None else "another value"
-
-
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 class CommandHelp(DefaultFormatter):
@@ -266,6 +199,7 @@ def build(config: str | None = None, meant: str | None = None, *, every_flag: bo
         name="spile",
         help="Tap a language model: run it over a dataset and store its layers' activations, each sample exactly once.",
         help_flags=("--help", "-h", "--help-all"),
+        default_parameter=Parameter(negative_bool=(), negative_iterable=()),
         version=f"spile {__version__}",
         config=(Env("SPILE_", command=False, show=not short), *file, _refuse_fractions, _refuse_buckets),
         suppress_keyboard_interrupt=False,  # run() handles it.
@@ -282,7 +216,7 @@ def build(config: str | None = None, meant: str | None = None, *, every_flag: bo
                 app.command(groups[name])
                 continue
             help_text = None if row.name == meant else row.help
-            (groups[above] if above else app).command(row.function, name=name, help=help_text, **where)
+            (groups[above] if above else app).command(f"spile.cli.{row.function}", name=name, help=help_text, **where)
     more = Group("More", sort_key=99)
     app.command(partial(_install_completion, app), name="--install-completion")
     for flag in ("--help", "--version", "--install-completion"):
@@ -338,25 +272,22 @@ def run(words: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # A terminal that can print only ASCII gets "?" instead of an error.
     end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
-    debug = "--debug" in words[:end]
-    return _run([word for word in words[:end] if word != "--debug"] + words[end:], debug)
-
-
-def _run(words: list[str], debug: bool) -> int:
-    errors = Lasting(stderr=True, soft_wrap=True, highlight=False)
+    ours = [word for word in words[:end] if word != "--debug"]
+    debug = len(ours) < end
+    errors = Lasting(stderr=True, soft_wrap=True)
     try:
-        words, config = _config(words)
-        words = modern(words, os.environ)
+        ours, config = _config(ours)
+        words = modern(ours + words[end:], os.environ)
         app = build(config, _named_command(words), every_flag="--help-all" in words)
         with interruptible():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        errors.print(f"spile: {mistake(error, _named_command(words))}", markup=False)
+        errors.print(f"spile: {mistake(error, _named_command(words))}")
         return 2
     except SpileError as error:
         if debug:
             raise
-        errors.print(f"spile: {error}", markup=False)
+        errors.print(f"spile: {error}")
         return error.exit_code
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # Rich raises it when the reader has closed the pipe.
@@ -369,7 +300,7 @@ def _run(words: list[str], debug: bool) -> int:
             return 0
         if debug:
             raise
-        errors.print(f"spile: {_fault(error)}", markup=False)
+        errors.print(f"spile: {_fault(error)}")
         return 1
     return code if isinstance(code, int) else 0
 
@@ -391,22 +322,15 @@ def _fault(error: Exception) -> str:
 
 def _config(words: list[str]) -> tuple[list[str], str | None]:
     """Return the arguments without ``--config FILE``, and the file."""
-    rest: list[str] = []
-    config: str | None = None
-    place = 0
-    while place < len(words) and words[place] != "--":
-        name, equals, value = words[place].partition("=")
-        if name != "--config":
-            rest.append(words[place])
-        elif equals:
-            config = value
-        elif place + 1 < len(words):
-            place += 1
-            config = words[place]
-        else:
-            raise SpecError("--config", expected="a TOML file after it", found="nothing")
-        place += 1
-    return rest + words[place:], config
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == "--config" and equals:
+            return words[:place] + words[place + 1 :], value
+        if name == "--config":
+            if place + 1 == len(words):
+                raise SpecError("--config", expected="a TOML file after it", found="nothing")
+            return words[:place] + words[place + 2 :], words[place + 1]
+    return words, None
 
 
 def _read_config(location: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
@@ -15,18 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.api import answer_decoder
+from spile.api import answer_decoder, prove
 from spile.cli.engines import part_workers
-from spile.cli.flags import WorkerFlags, parse_numbers
+from spile.cli.flags import AsJson, WorkerFlags, print_json, stream_numbers
 from spile.errors import SpecError
 from spile.objects import open_folder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import at_least
 from spile.spec.sample import BAD_ROW
 from spile.store.parts import DatasetPart
-from spile.store.recomputation import Recompute
-from spile.store.report import Garbage, Kind, Report, StreamReport
-from spile.store.verification import verify as prove
+from spile.store.report import Kind, Report, StreamReport
 from spile.store.verification import verify_part
 from spile.view.table import Fitting, output, progress_bar
 
@@ -41,18 +39,22 @@ _KINDS: tuple[Kind, ...] = ("missing", "doubled", "damaged", "wrong")
 class VerifyFlags:
     """What is checked, and what is done about what was found."""
 
-    streams: Annotated[str | None, Parameter(help="Only these streams: 0-3,7. [default: all that the data has]")] = None
-    recompute: Annotated[int, Parameter(help="Compute this many random samples again and compare them.")] = 0
-    seed: Annotated[int, Parameter(help="The seed that chooses the samples to recompute.")] = 0
-    max_samples: Annotated[
-        int | None, Parameter(help="The expected number of samples of each stream. [default: as the run was asked for]")
-    ] = None
-    gc: Annotated[bool, Parameter(negative="", help="List orphaned shards and unfinished uploads.")] = False
-    repair: Annotated[
-        bool, Parameter(negative="", help="List commits that were written before their stream was started again.")
-    ] = False
-    yes: Annotated[bool, Parameter(negative="", help="With --gc: remove them. With --repair: set them aside.")] = False
-    older_than: Annotated[float, Parameter(help="With --gc: only files that are older than this many hours.")] = 1.0
+    streams: str | None = None
+    """Only these streams: 0-3,7. [default: all that the data has]"""
+    recompute: int = 0
+    """Compute this many random samples again and compare them."""
+    seed: int = 0
+    """The seed that chooses the samples to recompute."""
+    max_samples: int | None = None
+    """The expected number of samples of each stream. [default: as the run was asked for]"""
+    gc: bool = False
+    """List orphaned shards and unfinished uploads."""
+    repair: bool = False
+    """List commits that were written before their stream was started again."""
+    yes: bool = False
+    """With --gc: remove them. With --repair: set them aside."""
+    older_than: float = 1.0
+    """With --gc: only files that are older than this many hours."""
 
     def check(self) -> None:
         """Raise for numbers below their least value, and for flags that exclude each other."""
@@ -69,12 +71,12 @@ class VerifyFlags:
 
 
 def verify(
-    root: Annotated[str, Parameter(help="A folder, gs://bucket/prefix, s3://… or az://….")] = "./activations",
+    root: str = "./activations",
     *,
-    flags: VerifyFlags = VerifyFlags(),  # noqa: B008  (frozen)
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print the report as JSON.")] = False,
-    part: Annotated[str | None, Parameter(show=False, help="Check only these shards, for --engine.")] = None,
-    engine: WorkerFlags | None = None,
+    flags: VerifyFlags = VerifyFlags(),
+    as_json: AsJson = False,
+    part: Annotated[str | None, Parameter(show=False)] = None,
+    engine: WorkerFlags = WorkerFlags(),
 ) -> int:
     """Check that every sample of every stream is stored exactly once and that every byte is as it was committed.
 
@@ -82,11 +84,15 @@ def verify(
     missing, doubled or damaged. A stream of the split that no worker has started counts as missing. Quarantined
     samples, which ended their workers, are named. The dataset records them as skipped, so the exit code is 0 if all
     other samples are proven.
+
+    Args:
+        root: A folder, gs://bucket/prefix, s3://… or az://….
+        as_json: Print the report as JSON.
+        part: Check only these shards, for --engine.
     """
     flags.check()
-    decode, unchecked = answer_decoder(root)
     if part is not None:
-        print(json.dumps(verify_part(open_folder(root), DatasetPart.parse(part), decode, unchecked)))
+        print(json.dumps(verify_part(open_folder(root), DatasetPart.parse(part), *answer_decoder(root))))
         return 0
     with (
         part_workers("verify", root, engine) as run_parts,
@@ -94,48 +100,43 @@ def verify(
     ):
         report = prove(
             root,
-            streams=None if flags.streams is None else parse_numbers("--streams", flags.streams),
+            streams=stream_numbers(flags.streams),
             max_samples=flags.max_samples,
-            recompute=_recomputer(root) if flags.recompute else None,
-            k=flags.recompute,
+            recompute=flags.recompute,
             seed=flags.seed,
             gc=flags.gc,
             remove=flags.gc and flags.yes,
             repair=flags.repair and flags.yes,
             older_than=flags.older_than * 3600,
             progress=progress,
-            decode=decode,
             run_parts=run_parts,
         )
-    report = replace(report, unchecked=tuple(dict.fromkeys((*unchecked, *report.unchecked))))
     if as_json:
-        print(json.dumps(report.to_json(), indent=1))
+        print_json(report.to_json())
     else:
         show(report, output())
     return 0 if report.ok else 1
 
 
-def _recomputer(root: str) -> Recompute:
-    from spile.worker.recompute import recomputer  # Imported here because it imports the model.
-
-    return recomputer(root)
-
-
 def show(report: Report, console: Console) -> None:
     """Print the report: a table, the problems, and a summary in one line."""
     console.print(Fitting(partial(_table, report), _SPARE))
+    for line in _lines(report):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _lines(report: Report) -> Iterator[str | Text]:
     problems = report.all_problems
     for problem in problems[:_MOST_LINES]:
-        console.print(Text(f"✗ {problem.line()}", style="red"), soft_wrap=True)
+        yield Text(f"✗ {problem.line()}", style="red")
     if len(problems) > _MOST_LINES:
-        console.print(f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all")
-    _show_skipped(report, console)
-    for line in report.unchecked:
-        console.print(line, soft_wrap=True)
-    _show_recomputed(report, console)
-    _show_garbage(report, console)
-    _show_stale_commits(report, console)
-    console.print(_verdict(report), soft_wrap=True)
+        yield f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all"
+    yield from _skipped(report)
+    yield from report.unchecked
+    yield from _recomputed(report)
+    yield from _garbage(report)
+    yield from _stale_commits(report)
+    yield _verdict(report)
 
 
 def _table(report: Report, without: Collection[str] = ()) -> Table:
@@ -171,96 +172,82 @@ _SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
 """The columns that are omitted first in a narrow terminal."""
 
 
-def _show_skipped(report: Report, console: Console) -> None:
-    """Print why samples were skipped, and the first bad rows."""
+def _skipped(report: Report) -> Iterator[str]:
+    """Yield why samples were skipped, and the first bad rows."""
     reasons: Counter[str] = Counter()
     for stream in report.streams:
         reasons.update(stream.skip_reasons)
     if not reasons:
         return
-    found = ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items()))
-    console.print(f"skipped: {found}", markup=False, soft_wrap=True)
+    yield "skipped: " + ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items()))
     bad = [text for stream in report.streams for text in stream.bad_rows]
-    for text in bad[:_BAD_ROWS]:
-        console.print(f"  {text}", markup=False, soft_wrap=True)
+    yield from (f"  {text}" for text in bad[:_BAD_ROWS])
     if reasons[BAD_ROW] > _BAD_ROWS:
-        console.print(f"  and {reasons[BAD_ROW] - _BAD_ROWS:,} more bad rows; the commits list them all")
+        yield f"  and {reasons[BAD_ROW] - _BAD_ROWS:,} more bad rows; the commits list them all"
 
 
-def _show_recomputed(report: Report, console: Console) -> None:
-    """Print the measured noise, and what the check can and cannot find with it."""
+def _recomputed(report: Report) -> Iterator[str]:
+    """Yield the measured noise, and what the check can and cannot find with it."""
     found = report.recomputed
     if found is None or not found.taps:
         return
     by_noise = sorted(found.taps.values(), key=lambda noise: noise.fresh)
     middle, noisiest = by_noise[len(by_noise) // 2], by_noise[-1]
-    lines = [
+    yield (
         f"recomputed {counted(found.samples, 'sample')} ({counted(middle.rows, 'row')}) at "
         f"{counted(len(found.taps), 'tap')}: {found.dtype} rows of this model differ from float32 by "
-        f"{_percent(middle.fresh)} of their norm at {middle.tap}, stored rows by {_percent(middle.stored)}",
-        f"noisiest tap: {noisiest.tap}, {_percent(noisiest.fresh)}, stored rows {_percent(noisiest.stored)}",
+        f"{_percent(middle.fresh)} of their norm at {middle.tap}, stored rows by {_percent(middle.stored)}"
+    )
+    yield f"noisiest tap: {noisiest.tap}, {_percent(noisiest.fresh)}, stored rows {_percent(noisiest.stored)}"
+    yield (
         f"finds, at {middle.tap}: one row that is off by {_percent(middle.row_limit)} of its norm, a sample whose rows "
         f"are off by {_percent(middle.sample_limit)}, a sample that is scaled by {1 - middle.gain_limit:.3g}; "
         f"at {noisiest.tap}: {_percent(noisiest.row_limit)}, {_percent(noisiest.sample_limit)}, "
-        f"{1 - noisiest.gain_limit:.3g}",
-        "does not find: smaller errors, and errors in samples that were not chosen",
-    ]
+        f"{1 - noisiest.gain_limit:.3g}"
+    )
+    yield "does not find: smaller errors, and errors in samples that were not chosen"
     unjudged = sum(noise.unjudged for noise in found.taps.values())
     if unjudged:
         rows = sum(noise.rows for noise in found.taps.values())
-        lines.append(f"{unjudged:,} of {rows:,} rows are too noisy to be judged alone; --json lists them by tap")
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        yield f"{unjudged:,} of {rows:,} rows are too noisy to be judged alone; --json lists them by tap"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-def _show_garbage(report: Report, console: Console) -> None:
+def _garbage(report: Report) -> Iterator[str]:
     for item in report.garbage:
         what = {"shard": "orphaned shard", "upload": "unfinished upload"}[item.kind]
+        # A temporary file is named by its own name, an upload by its object and its id.
+        name = item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
         known = "" if item.size is None else f", {size(item.size)}"
-        console.print(
-            f"{what}: {report.root}/{_full_name(item)}{known}, {duration(max(0.0, item.age))} old: {item.state}",
-            soft_wrap=True,
-        )
-    waiting = [item for item in report.garbage if item.state == "found"]
+        yield f"{what}: {report.root}/{name}{known}, {duration(max(0.0, item.age))} old: {item.state}"
     young = sum(item.state == "too young" for item in report.garbage)
     if young:
-        console.print(
+        yield (
             f"{young} younger than --older-than allows (default: 1 hour): spile verify {report.root} --gc --yes "
-            "--older-than 0 removes them; use it only if no worker is running",
-            soft_wrap=True,
+            "--older-than 0 removes them; use it only if no worker is running"
         )
+    waiting = [item for item in report.garbage if item.state == "found"]
     if waiting:
         total = size(sum(item.size or 0 for item in waiting))
-        console.print(
-            f"{len(waiting)} can be removed ({total}): spile verify {report.root} --gc --yes removes them",
-            soft_wrap=True,
-        )
+        yield f"{len(waiting)} can be removed ({total}): spile verify {report.root} --gc --yes removes them"
 
 
-def _full_name(item: Garbage) -> str:
-    """Return the name of what would be removed: a temporary file's own name, or an upload's object and id."""
-    return item.handle if "/" in item.handle else f"{item.key} (upload {item.handle})"
-
-
-def _show_stale_commits(report: Report, console: Console) -> None:
-    """Print commits from before a stream was started again, and what --repair does or did about them."""
+def _stale_commits(report: Report) -> Iterator[str]:
+    """Yield commits from before a stream was started again, and what --repair does or did about them."""
     for stream in report.streams:
         if not stream.stale_commits:
             continue
-        numbers = stream.stale_commits.text()
-        found = f"{stream.name}: commits {numbers} were written before the stream was started again"
+        found = f"{stream.name}: commits {stream.stale_commits.text()} were written before the stream was started again"
         if stream.kept:
-            text = f"{found}; moved out of the ledger to {', '.join(stream.kept)}; copy them back to undo this"
+            yield f"{found}; moved out of the ledger to {', '.join(stream.kept)}; copy them back to undo this"
         else:
-            text = (
+            yield (
                 f"{found}, and are ignored. spile verify {report.root} --repair --yes replaces them by "
                 f"empty commits and keeps copies in {report.root}/{stream.name}/strays"
             )
-        console.print(text, soft_wrap=True)
 
 
 def _verdict(report: Report) -> Text:

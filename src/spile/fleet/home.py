@@ -228,6 +228,25 @@ class FleetHome:
         return found
 
 
+def find_home(root: str, fleet: str | None = None) -> FleetHome | None:
+    """Return the home of the fleet that is named next to a bucket or dataset, or whose own folder ``root`` is.
+
+    Raises:
+        UserError: There is no such fleet. None is returned if ``root`` cannot be a fleet's folder.
+    """
+    above, _, last = root.rstrip("/").rpartition("/")
+    places = [root] if fleet is None else [fleet_url(root, fleet), fleet_url(above, fleet)]
+    if fleet is None and "/fleet/" not in f"{above}/":
+        return None
+    for place in places:
+        home = FleetHome.open(place)
+        if get_if_present(home.folder, FLEET) is not None:
+            return home
+    raise UserError(
+        f"no fleet {fleet or last} at {root}", expected=f"{places[0]}/{FLEET}", fix="create one with: spile deploy"
+    )
+
+
 def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
     """Return the stored lines of a machine, oldest first; with ``pattern`` only matching lines."""
     try:

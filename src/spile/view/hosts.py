@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +17,8 @@ from rich.text import Text
 
 from spile.errors import Failure, SpecError
 from spile.hosts.files import RESULTS
-from spile.hosts.hosts import Host
-from spile.hosts.run import HostOutcome
+from spile.hosts.hosts import Access, Host
+from spile.hosts.run import HostOutcome, Job, run, worst
 from spile.view.table import NO_WIDTH
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
@@ -154,6 +154,21 @@ def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console
         for outcome in outcomes
     ]
     (logs.folder / "outcome.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def run_on_all(
+    hosts: Sequence[Host], job: Job, access: Access, results: Path, *, quiet: bool = False, **options: Any
+) -> int:
+    """Run a command on all hosts, print their output and outcomes, and return the worst exit code.
+
+    The logs are stored in the folder ``results``. The options are those of :func:`spile.hosts.run.run`.
+    """
+    console = Output(highlight=False)
+    with Logs(hosts, results, None if quiet else console) as logs:
+        outcomes = run(hosts, job, access=access, output=logs.write, **options)
+        logs.open()
+    print_outcomes(outcomes, logs, console)
+    return worst(outcomes)
 
 
 def _story(outcome: HostOutcome) -> str:

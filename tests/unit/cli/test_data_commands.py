@@ -99,7 +99,7 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
         ),
         (
             ["streams", "--num-streams", "2", "--streams", "9-5"],
-            "spile: --streams: expected numbers and ranges such as 5-9,12, found '9-5'",
+            "spile: --streams: expected all, or numbers and ranges such as 0-11,20, found '9-5'",
         ),
         (["streams", "--num-streams", "2", "--end-index", "0"], "spile: --end-index: expected 1 or more, found 0"),
         (

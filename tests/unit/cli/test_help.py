@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_help_all_lists_every_flag_once(command: CommandName, capfd: pytest.Capt
     text = shown(capfd, command, "--help-all")
     found = listed(text)
     assert len(found) == len(set(found))
-    assert set(found) >= {f"--{name.replace('_', '-')}" for name in FLAGS[command].__dataclass_fields__}
+    assert set(found) >= {f"--{name.replace('_', '-')}" for name in (each.name for each in fields(FLAGS[command]))}
     assert "--coordinator-address" in found
     assert program.COMMON_FLAGS not in text
     assert "SPILE_BATCH_SIZE" in text
