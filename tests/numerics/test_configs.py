@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,8 @@ _BARE = {
     "max_position_embeddings": 512,
 }
 
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
+
 _GPT2_BARE = {"n_embd": 256, "n_layer": 30, "n_head": 32, "vocab_size": 50}
 
 RAW: dict[str, dict[str, Any]] = {
@@ -28,6 +31,10 @@ RAW: dict[str, dict[str, Any]] = {
     **{f"bare {name}": {**_BARE, "model_type": name} for name in FAMILIES if name not in ("gpt2", "gemma3")},
     "bare gpt2": {**_GPT2_BARE, "model_type": "gpt2"},
     **{f"windows of {name}": {**_BARE, "model_type": name, "use_sliding_window": True} for name in ("qwen2", "qwen3")},
+    **{
+        f"scaled {name} without a rotated fraction": {**_BARE, "model_type": name, "rope_scaling": _LINEAR}
+        for name in ("gpt_neox", "phi", "glm")
+    },
     "null window": {**_BARE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": None},
     "null heads": {**_BARE, "model_type": "llama", "num_key_value_heads": None, "head_dim": None},
 }
@@ -50,7 +57,7 @@ def test_the_same_model(name: str) -> None:
     from transformers import AutoConfig
 
     raw = {key: value for key, value in RAW[name].items() if key != "model_type"}
-    theirs = AutoConfig.for_model(RAW[name]["model_type"], **raw)
+    theirs = AutoConfig.for_model(RAW[name]["model_type"], **copy.deepcopy(raw))  # it changes nested objects
     ours = read_config(RAW[name])
     heads = theirs.num_attention_heads
     head_dim = either(theirs, "head_dim") or theirs.hidden_size // heads

@@ -416,7 +416,11 @@ def read_rope(
     """
     given = _given_rope(fields, layers)
     default = fields.declared.rope if layers is None else fields.declared.rope.get(layers, {})
-    kept = default if not given else {key: default[key] for key in ("rope_theta", part) if key in default}
+    kept = (
+        default
+        if not given
+        else {key: default[key] for key in ("rope_theta", "partial_rotary_factor") if key in default}
+    )
     own = {"rope_theta": theta, "partial_rotary_factor": part}
     legacy = {key: fields.get(name) for key, name in own.items() if name is not None and fields.has(name)}
     rope = ConfigFields({**kept, **{key: value for key, value in legacy.items() if value is not None}, **given})
