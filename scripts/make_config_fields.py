@@ -60,7 +60,7 @@ def table() -> dict[str, Any]:
     """Return the whole table, for the config classes of all families."""
     from spile.models.families import FAMILIES
 
-    types = sorted({family.declared for family in FAMILIES.values()})
+    types = sorted({family.model_types[0] for family in FAMILIES.values()})
     return {"transformers": version("transformers"), "classes": {name: describe(name) for name in types}}
 
 

@@ -150,7 +150,7 @@ class ModelFiles:
 
     def adapted(self, adapter: Adapter) -> ModelFiles:
         """Return the model with an adapter. If the LM head is the embedding, only the head changes, as in PEFT."""
-        head = FAMILIES[self.config.architecture].names.head.removesuffix(".weight")
+        head = FAMILIES[self.config.architecture].names.head
         if not self.config.tied or head not in adapter.modules():
             return replace(self, adapter=adapter)
         return replace(self, adapter=adapter, config=replace(self.config, tied=False), untied=True)

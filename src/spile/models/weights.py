@@ -53,6 +53,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
     """Return the place of each tensor of the model in the files; without ``head`` the LM head may be missing."""
     names, wanted = FAMILIES[files.config.architecture].names, _wanted(files)
     found: dict[str, _Experts] = {}
+    head_name = f"{names.head}.weight"
     copy: Entry | None = None
     with ThreadPoolExecutor(_THREADS) as threads:
         headers = threads.map(lambda file: read_header(files.folder, file), files.weight_files)
@@ -60,7 +61,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
     changes: Mapping[str, Change] = {}
     if files.adapter is not None:
         shapes = {entry.name: entry.shape for entry in entries}
-        changes = files.adapter.changes(shapes | ({names.head: wanted["head"].shape} if files.untied else {}))
+        changes = files.adapter.changes(shapes | ({head_name: wanted["head"].shape} if files.untied else {}))
     for entry in entries:
         match = names.match(entry.name)
         if match is not None and not match.names:
@@ -80,7 +81,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
                 both = " and ".join(f"{each.name} in {each.file}" for each in (before.entry, entry))
                 raise ModelError(f"{files.name} has a tensor twice", found=both)
     if files.untied and "embed" in found:
-        found["head"] = {None: replace(found["embed"][None], change=changes[names.head])}
+        found["head"] = {None: replace(found["embed"][None], change=changes[head_name])}
     optional = () if head else ("head", "head_bias")
     missing = [name for name in wanted if name not in optional and not _complete(found.get(name, {}), wanted[name])]
     if missing:

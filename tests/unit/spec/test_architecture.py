@@ -129,7 +129,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"layer_types": ["chunked"] * 4},
         "layer_types: expected full_attention or sliding_attention, found chunked",
     ),
-    "no window": ({"layer_types": ["sliding_attention"] * 4}, "sliding_window: expected a whole number, found None"),
+    "no window": (
+        {"layer_types": ["sliding_attention"] * 4},
+        "sliding_window: expected a window for sliding_attention",
+    ),
     "count": ({"layer_types": ["full_attention"] * 3}, "layer_types: expected one for each of 4 layers, found 3"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized weights: expected float32, float16 or bfloat16"),
     "flag": ({"tie_word_embeddings": "yes"}, "config.json's tie_word_embeddings: expected true or false, found 'yes'"),

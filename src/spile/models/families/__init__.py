@@ -80,7 +80,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     if isinstance(nested := raw.get("text_config"), Mapping):  # the decoder of a model with a vision tower
         outer = {key: value for key, value in raw.items() if key not in _TOWERS}
         raw = {**outer, **nested, "model_type": name}
-    fields = ConfigFields(raw, declared_fields()[family.declared])
+    fields = ConfigFields(raw, declared_fields()[family.model_types[0]])
     config = family.read(fields)
     _report(fields.ignored(name))
     return config

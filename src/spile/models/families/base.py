@@ -20,10 +20,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
+from types import UnionType
 from typing import Any, Literal, get_args
 
 from spile.errors import ModelError, UnsupportedModel
-from spile.models.architecture import Activation, ModelConfig, Rope, RopeKind
+from spile.models.architecture import Activation, Experts, ModelConfig, Rope, RopeKind
 
 Order = Literal["rows", "columns", "heads", "interleaved"]
 """How a tensor of a file contains tensors of the model:
@@ -62,10 +63,10 @@ class Names:
     written: str = "model."
     """The prefix that most files have; error messages use it."""
     once: Mapping[str, str] = field(
-        default_factory=lambda: {"embed": "embed_tokens.weight", "final_norm": "norm.weight"}
+        default_factory=lambda: {"embed_tokens.weight": "embed", "norm.weight": "final_norm"}
     )
-    """Field of :class:`spile.models.params.Params` → name in the file."""
-    head: str = "lm_head.weight"
+    """Name in the file → field of :class:`spile.models.params.Params`."""
+    head: str = "lm_head"
     layers: str = "layers"
     layer: Mapping[str, str | Fused] = field(default_factory=dict)
     """Name below a layer's number → field of :class:`spile.models.params.Layer`; ``{e}`` is an expert's number."""
@@ -74,24 +75,18 @@ class Names:
 
     def match(self, name: str) -> Match | None:
         """Return what a tensor of a file contains, or None if the name is unknown."""
-        if name == self.head:
-            return Match(("head",))
-        if name == self.head.removesuffix("weight") + "bias":
-            return Match(("head_bias",))
         below = re.sub(f"^{self.prefix}", "", name)
-        for once, own in self.once.items():
-            if below == own:
-                return Match((once,))
+        once = {f"{self.head}.weight": "head", f"{self.head}.bias": "head_bias"}.get(name) or self.once.get(below)
+        if once is not None:
+            return Match((once,))
         if any(re.fullmatch(pattern, below) for pattern in self.unused):
             return Match()
-        found = re.match(rf"{self.layers}\.(\d{{1,6}})\.", below)
-        return self._in_layer(int(found[1]), below[found.end() :]) if found else None
-
-    def _in_layer(self, layer: int, suffix: str) -> Match | None:
+        found = re.fullmatch(rf"{self.layers}\.(\d{{1,6}})\.(.+)", below)
+        if found is None:
+            return None
+        layer, suffix = int(found[1]), found[2]
         expert = re.search(r"\.experts\.(\d{1,6})\.", suffix)
-        if expert:
-            suffix = suffix.replace(expert[0], ".experts.{e}.")
-        target = self.layer.get(suffix)
+        target = self.layer.get(suffix if expert is None else suffix.replace(expert[0], ".experts.{e}."))
         if target is None:
             return None
         fused = Fused((target,)) if isinstance(target, str) else target
@@ -101,21 +96,12 @@ class Names:
     def file_name(self, name: str) -> str:
         """Return the name that a file would use for a tensor of the model; for error messages."""
         if name in ("head", "head_bias"):
-            return self.head if name == "head" else self.head.removesuffix("weight") + "bias"
+            return f"{self.head}.{'weight' if name == 'head' else 'bias'}"
         layer, _, field_name = name.rpartition(".")
-        if not layer:
-            return self.written + self.once[name]
-        candidates = (
-            (suffix, target.fields if isinstance(target, Fused) else (target,)) for suffix, target in self.layer.items()
-        )
-        suffix = next(suffix for suffix, fields in candidates if field_name in fields)
-        return f"{self.written}{self.layers}.{layer}.{suffix}"
-
-
-def extend(more: Mapping[str, str | Fused], base: Names | None = None) -> Names:
-    """Return ``base`` (by default :data:`PLAIN`) with these layer tensors added or replaced."""
-    base = PLAIN if base is None else base
-    return replace(base, layer={**base.layer, **more})
+        table = self.layer if layer else self.once
+        below = f"{self.layers}.{layer}." if layer else ""
+        fields = {file: each.fields if isinstance(each, Fused) else (each,) for file, each in table.items()}
+        return self.written + below + next(file for file, each in fields.items() if field_name in each)
 
 
 PLAIN = Names(
@@ -142,20 +128,16 @@ PLAIN = Names(
 )
 """The names of Llama, which most families use. The config decides which of them a model must have."""
 
-SANDWICH: Mapping[str, str | Fused] = {
-    "post_attention_layernorm.weight": "attn_post_norm",
-    "pre_feedforward_layernorm.weight": "mlp_norm",
-    "post_feedforward_layernorm.weight": "mlp_post_norm",
-}
-"""The norms of Gemma 2 and 3, before and after attention and MLP."""
 
-VISION_PREFIX = r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?"
-"""The prefix of decoders that are part of a model with a vision tower."""
+def extend(more: Mapping[str, str | Fused], base: Names = PLAIN) -> Names:
+    """Return ``base`` with these layer tensors added or replaced."""
+    return replace(base, layer={**base.layer, **more})
 
 
-Windows = tuple[int | None, ...]
-"""For each layer, its attention window; None: no window."""
-
+_USE_TORCH = "use --backend torch, which runs the model's own code"
+_ORIGINAL = "original_max_position_embeddings"
+_IN_CONFIG = ("rope_theta", "partial_rotary_factor")
+"""Rotary parameters whose defaults hold even if a config gives others."""
 _LAYERS = 10_000
 """No model has more layers; a config with more would only exhaust the memory."""
 
@@ -175,7 +157,7 @@ _HARMLESS = frozenset({
     "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
     "n_positions", "original_max_position_embeddings", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "pretraining_tp", "is_decoder", "reorder_and_upcast_attn", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "is_causal",
 })
 """Declared fields that no activation depends on: training, generation, lengths."""
 _BOOKKEEPING = frozenset({
@@ -191,7 +173,7 @@ _BOOKKEEPING = frozenset({
 class Declared:
     """The fields of a config class of transformers."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any]
     """Each declared field with its default."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Other spellings: general name → the class's own name."""
@@ -212,55 +194,69 @@ def declared_fields() -> Mapping[str, Declared]:
     return {name: Declared(**about) for name, about in json.loads(content)["classes"].items()}
 
 
-class ConfigFields:
-    """Typed access to a config.json, which records the fields that were read."""
+class Fields:
+    """Typed access to the fields of a JSON object."""
 
-    def __init__(self, raw: Mapping[str, Any], declared: Declared | None = None) -> None:
+    def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw = raw
-        self.declared = Declared() if declared is None else declared
+
+    def get(self, name: str) -> Any:
+        """Return the field, or None if it is missing."""
+        return self.raw.get(name)
+
+    def _checked(self, name: str, default: Any, kinds: type | UnionType, expected: str) -> Any:
+        value = self.get(name)
+        value = default if value is None else value
+        is_kind = isinstance(value, kinds) and isinstance(value, bool) == (kinds is bool)
+        if not is_kind or (isinstance(value, float) and not math.isfinite(value)):
+            raise ModelError(f"config.json's {name}", expected=expected, found=repr(value))
+        return value
+
+    def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """Return a whole number that is not negative; ``default`` if the field is null or missing."""
+        value: int = self._checked(name, default, int, "a whole number")
+        if not 0 <= value <= most:
+            raise ModelError(f"config.json's {name}", expected=f"0 to {most:,}", found=repr(value)[:80])
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a finite number; ``default`` if the field is null or missing."""
+        return float(self._checked(name, default, int | float, "a number"))
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false; ``default`` if the field is null or missing."""
+        return bool(self._checked(name, default, bool, "true or false"))
+
+
+class ConfigFields(Fields):
+    """Typed access to a config.json, which records the fields that were read.
+
+    A field that the class of transformers does not declare is missing; a missing field has the default of the class.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], declared: Declared) -> None:
+        super().__init__(raw)
+        self.declared = declared
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
         """Return the field, or the class's default if the config does not have it. An explicit null is None."""
         own = self.declared.names.get(name, name)
         self._read |= {own, name}
+        if not self.declared.knows(name):
+            return None
         return self.raw.get(own, self.raw.get(name, self.declared.fields.get(own)))
-
-    def has(self, name: str) -> bool:
-        """Return whether the config has the field, even if its value is null."""
-        return self.declared.names.get(name, name) in self.raw or name in self.raw
-
-    def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
-        """Return a positive whole number; ``default`` if neither the config nor its class has one."""
-        value = self.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"config.json's {name}", expected="a whole number", found=repr(value))
-        if value > most:
-            raise ModelError(f"config.json's {name}", expected=f"at most {most:,}", found=repr(value)[:80])
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number; ``default`` if neither the config nor its class has one."""
-        value = self.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"config.json's {name}", expected="a number", found=repr(value))
-        return float(value)
 
     def optional(self, name: str) -> float | None:
         """Return a number, or None if the field is null or missing without a default."""
         return None if self.get(name) is None else self.number(name)
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false; ``default`` if neither the config nor its class says."""
-        value = self.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ModelError(f"config.json's {name}", expected="true or false", found=repr(value))
-        return value
+    def spelling(self, *names: str) -> str:
+        """Return the first of these names that the class knows."""
+        return next(name for name in names if self.declared.knows(name))
 
-    def activation(self, name: str) -> Activation:
+    def activation(self, *names: str) -> Activation:
+        name = self.spelling(*names)
         value = self.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
@@ -283,7 +279,7 @@ class ConfigFields:
                     f"config.json's {name}",
                     expected=f"{default!r}: spile does not implement another value for {family}",
                     found=repr(value)[:80],
-                    fix="use --backend torch, which runs the model's own code",
+                    fix=_USE_TORCH,
                 )
         return tuple(name for name in rest if not self.declared.knows(name))
 
@@ -305,183 +301,158 @@ class Family:
     names: Names = PLAIN
     """What its files call each tensor."""
 
-    @property
-    def declared(self) -> str:
-        """The ``model_type`` of the config class that has the decoder's fields."""
-        return self.model_types[0]
-
 
 def decoder(
     fields: ConfigFields,
     *,
-    eps: str = "rms_norm_eps",
-    activation: str = "hidden_act",
-    rope: tuple[Rope, float] | None = None,
-    partial_rotary: bool = False,
+    slides: Callable[[int], object] = lambda _layer: True,
+    rope_kinds: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """Read the fields that all families have.
+    """Read the fields that many families have; those that the class of this family does not declare have no effect.
 
     Args:
         fields: The config.json.
-        eps: The name of the field with the norms' epsilon.
-        activation: The name of the field with the MLP's activation function.
-        rope: The rotary positions and the rotated fraction of each head; None: read them from the usual fields.
-        partial_rotary: Whether the family can rotate a part of each head.
-        options: Further fields of :class:`ModelConfig`.
+        slides: Returns whether a layer has an attention window, for configs without ``layer_types``.
+        rope_kinds: Other names of kinds of rotary scaling.
+        options: Further fields of :class:`ModelConfig`; they replace what is read here.
 
     """
-    # No class declares this field, but the masks of transformers depend on it: GTE-Qwen2 has it.
-    if fields.has("is_causal") and not fields.get("is_causal"):
-        raise UnsupportedModel("config.json's is_causal", expected="true", found=repr(fields.get("is_causal")))
+    if not fields.raw.get("is_causal", True):  # no class declares it, but the masks of transformers depend on it
+        raise UnsupportedModel("config.json's is_causal", expected="true", found=repr(fields.raw["is_causal"]))
     d_model, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", d_model // max(n_heads, 1))
-    found, part = read_rope(fields) if rope is None else rope
-    if part != 1.0 and not partial_rotary:
-        raise UnsupportedModel("config.json's partial_rotary_factor", expected="1.0", found=repr(part))
-    return ModelConfig(
-        architecture=str(fields.raw["model_type"]),
-        d_model=d_model,
-        n_layers=layer_count(fields),
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", n_heads),
-        head_dim=head_dim,
-        d_ff=options.pop("d_ff", None) or fields.integer("intermediate_size"),
-        vocab_size=fields.integer("vocab_size"),
-        norm_eps=fields.number(eps),
-        rope=found,
-        tied=fields.flag("tie_word_embeddings"),
-        activation=options.pop("activation_is", None) or fields.activation(activation),
-        rotary_dim=None if part == 1.0 else int(head_dim * part),
-        **options,
-    )
+    bias = fields.flag("attention_bias")
+    found = {
+        "n_layers": layer_count(fields),
+        "n_kv_heads": fields.integer("num_key_value_heads", n_heads),
+        "vocab_size": fields.integer("vocab_size"),
+        "norm_eps": fields.number(fields.spelling("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")),
+        "tied": fields.flag("tie_word_embeddings"),
+        "activation": fields.activation("hidden_act", "hidden_activation", "activation_function"),
+        "windows": _windows(fields, slides),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": fields.flag("mlp_bias"),
+    }
+    if fields.declared.rope:
+        found |= _ropes(fields, head_dim, rope_kinds or {})
+    if "d_ff" not in options:
+        found["d_ff"] = fields.integer("intermediate_size")
+    architecture = str(fields.raw["model_type"])
+    return ModelConfig(architecture, d_model, n_heads=n_heads, head_dim=head_dim, **{**found, **options})
 
 
 def layer_count(fields: ConfigFields) -> int:
     return fields.integer("num_hidden_layers", most=_LAYERS)
 
 
-# -- attention windows ------------------------------------------------------------------------------------------------
+def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...] = ()) -> Experts:
+    return Experts(
+        count=fields.integer("num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        d_ff=fields.integer("moe_intermediate_size", fields.integer("intermediate_size")),
+        normalized=fields.flag("norm_topk_prob") if fields.declared.knows("norm_topk_prob") else True,
+        dense_layers=dense_layers,
+    )
 
 
-def uniform_windows(fields: ConfigFields) -> Windows:
-    """Return one window for all layers; none if ``sliding_window`` is null."""
-    window = None if fields.get("sliding_window") is None else fields.integer("sliding_window")
-    return (window,) * layer_count(fields)
-
-
-def windows_by_type(types: Sequence[object], window: object) -> Windows:
-    """Return the window for each ``sliding_attention`` in ``layer_types``, and None for each ``full_attention``."""
+def _windows(fields: ConfigFields, slides: Callable[[int], object]) -> tuple[int | None, ...]:
+    """Return the attention window of each layer; None: no window."""
+    used = fields.get("sliding_window") is not None
+    if fields.declared.knows("use_sliding_window"):
+        used = fields.flag("use_sliding_window") and used
+    window = fields.integer("sliding_window") if used else None
+    types = fields.get("layer_types")
+    if types is None:
+        return tuple(window if slides(layer) else None for layer in range(layer_count(fields)))
     unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedModel(
             "config.json's layer_types", expected="full_attention or sliding_attention", found=", ".join(unknown)
         )
-    if "sliding_attention" in types and (isinstance(window, bool) or not isinstance(window, int)):
-        raise ModelError("config.json's sliding_window", expected="a whole number", found=repr(window))
-    return tuple(window if kind == "sliding_attention" and isinstance(window, int) else None for kind in types)
-
-
-def alternating_windows(fields: ConfigFields, pattern: int) -> Windows:
-    """Return windows by ``layer_types``, or in all layers except each ``pattern``-th."""
-    types = fields.get("layer_types")
-    if types is None:
-        kinds = ("full_attention", "sliding_attention")
-        types = [kinds[bool((layer + 1) % pattern)] for layer in range(layer_count(fields))]
-    return windows_by_type(types, fields.get("sliding_window"))
+    if "sliding_attention" in types and window is None:
+        raise ModelError("config.json's sliding_window", expected="a window for sliding_attention", found="none")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 # -- rotary positions -------------------------------------------------------------------------------------------------
 
 
-def read_rope(
-    fields: ConfigFields,
-    layers: str | None = None,
-    *,
-    theta: str | None = "rope_theta",
-    part: str = "partial_rotary_factor",
-    kinds: Mapping[str, str] | None = None,
-) -> tuple[Rope, float]:
-    """Read the rotary positions and the fraction of each head that they rotate.
+def _ropes(fields: ConfigFields, head_dim: int, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of :class:`ModelConfig` for rotary positions.
 
-    Both spellings are understood: ``rope_parameters``, and ``rope_theta`` with ``rope_scaling``.
-
-    Args:
-        fields: The config.json.
-        layers: The layer type, in a family with one set of parameters per layer type.
-        theta: The name of the field with the base; None: only the parameters themselves have it.
-        part: The name of the field with the rotated fraction.
-        kinds: Other names of kinds of scaling.
-
+    Both spellings are understood: ``rope_parameters``, and ``rope_theta`` with ``rope_scaling``. In a family whose
+    layers with a window have another rope, ``rope_parameters`` has one set per layer type.
     """
-    given = _given_rope(fields, layers)
-    default = fields.declared.rope if layers is None else fields.declared.rope.get(layers, {})
-    kept = (
-        default
-        if not given
-        else {key: default[key] for key in ("rope_theta", "partial_rotary_factor") if key in default}
-    )
-    own = {"rope_theta": theta, "partial_rotary_factor": part}
-    legacy = {key: fields.get(name) for key, name in own.items() if name is not None and fields.has(name)}
-    rope = ConfigFields({**kept, **{key: value for key, value in legacy.items() if value is not None}, **given})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = (kinds or {}).get(str(kind), kind)
-    if kind not in get_args(RopeKind):
-        known = ", ".join(get_args(RopeKind))
-        raise UnsupportedModel(
-            "config.json's rope scaling",
-            expected=f"one of {known}",
-            found=repr(kind),
-            fix="use --backend torch, which runs the model's own code",
-        )
-    return _ROPES[kind](fields, rope), rope.number("partial_rotary_factor", 1.0)
-
-
-def _given_rope(fields: ConfigFields, layers: str | None) -> Mapping[str, Any]:
+    default = fields.declared.rope
     parameters, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping) or not isinstance(scaling, Mapping):
         raise ModelError("config.json's rope_parameters", expected="an object", found=repr(parameters or scaling)[:80])
-    if layers is not None:
-        nested = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
-        if bool(nested) != bool(parameters):
-            raise ModelError(
-                "config.json's rope_parameters", expected="one set per layer type", found=repr(parameters)[:80]
-            )
-        return {**nested.get(layers, {}), **(scaling if layers == "full_attention" else {})}
-    given = scaling or parameters
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ModelError("config.json's rope_parameters", expected="one set for all layers", found=repr(given)[:80])
-    return given
+    by_type = "full_attention" in default
+    if parameters and by_type != any(isinstance(value, Mapping) for value in parameters.values()):
+        expected = "one set per layer type" if by_type else "one set for all layers"
+        raise ModelError("config.json's rope_parameters", expected=expected, found=repr(parameters)[:80])
+    common = {
+        "rope_theta": fields.get(fields.spelling("rotary_emb_base", "rope_theta")),
+        "partial_rotary_factor": fields.get(fields.spelling("rotary_pct", "partial_rotary_factor")),
+    }
+    local = None
+    if by_type:
+        own = {"rope_theta": fields.get("rope_local_base_freq")}
+        local = _rope(_merged(default["sliding_attention"], own, parameters.get("sliding_attention")), fields, kinds)
+        default, scaling = default["full_attention"], {**parameters.get("full_attention", {}), **scaling}
+    merged = _merged(default, common, scaling or parameters)
+    rotated = merged.number("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and "partial_rotary_factor" not in default:
+        raise UnsupportedModel("config.json's partial_rotary_factor", expected="1.0", found=repr(rotated))
+    rotary_dim = None if rotated == 1.0 else int(head_dim * rotated)
+    return {"rope": _rope(merged, fields, kinds), "local_rope": local, "rotary_dim": rotary_dim}
 
 
-def _default_rope(_fields: ConfigFields, rope: ConfigFields) -> Rope:
-    return Rope(theta=rope.number("rope_theta"))
+def _merged(default: Mapping[str, Any], common: Mapping[str, Any], given: Mapping[str, Any] | None) -> Fields:
+    """Return rotary parameters: the defaults of the class, fields of the config itself, and the object with others."""
+    kept = {key: value for key, value in default.items() if not given or key in _IN_CONFIG}
+    return Fields({**kept, **{key: value for key, value in common.items() if value is not None}, **(given or {})})
 
 
-def _linear(_fields: ConfigFields, rope: ConfigFields) -> Rope:
-    return Rope(theta=rope.number("rope_theta"), kind="linear", factor=rope.number("factor"))
-
-
-def _llama3(fields: ConfigFields, rope: ConfigFields) -> Rope:
-    return Rope(
-        rope.number("rope_theta"),
-        "llama3",
-        rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_length=_original_length(fields, rope),
-    )
-
-
-def _yarn(fields: ConfigFields, rope: ConfigFields) -> Rope:
-    original = _original_length(fields, rope)
-    factor = rope.number("factor", fields.integer("max_position_embeddings", original) / original)
+def _rope(rope: Fields, fields: ConfigFields, kinds: Mapping[str, str]) -> Rope:
+    kind: Any = rope.get("rope_type") or rope.get("type") or "default"
+    kind = kinds.get(str(kind), kind)
+    if kind not in get_args(RopeKind):
+        known = ", ".join(get_args(RopeKind))
+        raise UnsupportedModel(
+            "config.json's rope scaling", expected=f"one of {known}", found=repr(kind), fix=_USE_TORCH
+        )
+    theta = rope.number("rope_theta")
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, rope.number("factor"))
+    longest = fields.integer("max_position_embeddings")
+    # The config's own field has priority over the rope's, as in transformers.
+    original = Fields(fields.raw).integer(_ORIGINAL, rope.integer(_ORIGINAL, longest))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        return Rope(theta, kind, rope.number("factor"), low, high, original)
+    factor = rope.number("factor", longest / original)
+    if kind == "longrope":
+        scaled = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return Rope(
+            theta,
+            kind,
+            factor,
+            original_length=original,
+            amplitude=rope.number("attention_factor", scaled),
+            short_factors=_factors(rope, "short_factor"),
+            long_factors=_factors(rope, "long_factor"),
+        )
     amplitude = rope.number("attention_factor", _mscale(factor))
     if rope.get("attention_factor") is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         amplitude = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
     return Rope(
-        rope.number("rope_theta"),
-        "yarn",
+        theta,
+        kind,
         factor,
         original_length=original,
         beta_fast=rope.number("beta_fast", 32.0) or 32.0,
@@ -491,43 +462,11 @@ def _yarn(fields: ConfigFields, rope: ConfigFields) -> Rope:
     )
 
 
-def _longrope(fields: ConfigFields, rope: ConfigFields) -> Rope:
-    original = _original_length(fields, rope)
-    factor = rope.number("factor", fields.integer("max_position_embeddings", original) / original)
-    scaled = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return Rope(
-        rope.number("rope_theta"),
-        "longrope",
-        factor,
-        original_length=original,
-        amplitude=rope.number("attention_factor", scaled),
-        short_factors=_factors(rope, "short_factor"),
-        long_factors=_factors(rope, "long_factor"),
-    )
-
-
-def _factors(rope: ConfigFields, name: str) -> tuple[float, ...]:
+def _factors(rope: Fields, name: str) -> tuple[float, ...]:
     values = rope.get(name)
     if not isinstance(values, list) or not all(isinstance(value, int | float) for value in values):
         raise ModelError(f"config.json's rope scaling {name}", expected="a list of numbers", found=repr(values)[:80])
     return tuple(float(value) for value in values)
-
-
-_ROPES: Mapping[str, Callable[[ConfigFields, ConfigFields], Rope]] = {
-    "default": _default_rope,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
-
-
-def _original_length(fields: ConfigFields, rope: ConfigFields) -> int:
-    """The config's own field has priority over the rope's, as in transformers; then the maximum length."""
-    name = "original_max_position_embeddings"
-    if fields.get(name) is not None:
-        return fields.integer(name)
-    return rope.integer(name) if rope.get(name) is not None else fields.integer("max_position_embeddings")
 
 
 def _mscale(scale: float, mscale: float = 1.0) -> float:

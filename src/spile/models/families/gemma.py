@@ -6,31 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import (
-    PLAIN,
-    SANDWICH,
-    VISION_PREFIX,
-    ConfigFields,
-    Family,
-    alternating_windows,
-    decoder,
-    extend,
-    read_rope,
-)
+from spile.models.families.base import PLAIN, ConfigFields, Family, decoder, extend
 
 
 def _read_gemma1(fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
+    scale = fields.integer("hidden_size") ** 0.5
+    config = decoder(fields, norm="rms_plus_one", embedding_scale=scale)
     # The first releases say gelu and mean its tanh approximation.
-    exact = fields.activation("hidden_act") == "gelu"
-    return decoder(
-        fields,
-        qkv_bias=bias,
-        o_bias=bias,
-        norm="rms_plus_one",
-        embedding_scale=fields.integer("hidden_size") ** 0.5,
-        activation_is="gelu_tanh" if exact else None,
-    )
+    return replace(config, activation="gelu_tanh") if config.activation == "gelu" else config
 
 
 GEMMA = Family(
@@ -51,15 +34,11 @@ GEMMA = Family(
 )
 
 
-def _read_gemma(fields: ConfigFields, pattern: int, **options: Any) -> ModelConfig:
-    """Read what Gemma 2 and 3 have in common; all layers except each ``pattern``-th have a window."""
-    bias = fields.flag("attention_bias")
+def _read_gemma2(fields: ConfigFields, pattern: int = 2, **options: Any) -> ModelConfig:
+    """Read Gemma 2, or what Gemma 3 has in common with it; all layers except each ``pattern``-th have a window."""
     return decoder(
         fields,
-        activation="hidden_activation",
-        windows=alternating_windows(fields, pattern),
-        qkv_bias=bias,
-        o_bias=bias,
+        slides=lambda layer: (layer + 1) % pattern,
         norm="rms_plus_one",
         norm_place="sandwich",
         embedding_scale=fields.integer("hidden_size") ** 0.5,
@@ -70,9 +49,13 @@ def _read_gemma(fields: ConfigFields, pattern: int, **options: Any) -> ModelConf
     )
 
 
-def _read_gemma2(fields: ConfigFields) -> ModelConfig:
-    return _read_gemma(fields, 2)
-
+_NAMES = extend(
+    {
+        "post_attention_layernorm.weight": "attn_post_norm",
+        "pre_feedforward_layernorm.weight": "mlp_norm",
+        "post_feedforward_layernorm.weight": "mlp_post_norm",
+    }
+)
 
 GEMMA2 = Family(
     model_types=("gemma2",),
@@ -81,14 +64,12 @@ GEMMA2 = Family(
     "layer",
     example=("google/gemma-2-2b", {}),
     read=_read_gemma2,
-    names=extend(SANDWICH),
+    names=_NAMES,
 )
 
 
 def _read_gemma3(fields: ConfigFields) -> ModelConfig:
-    pattern = fields.integer("sliding_window_pattern", 6)
-    local, _ = read_rope(fields, "sliding_attention", theta="rope_local_base_freq")
-    return _read_gemma(fields, pattern, qk_norm=True, rope=read_rope(fields, "full_attention"), local_rope=local)
+    return _read_gemma2(fields, fields.integer("sliding_window_pattern", 6), qk_norm=True)
 
 
 GEMMA3 = Family(
@@ -110,8 +91,8 @@ GEMMA3 = Family(
     ),
     read=_read_gemma3,
     names=replace(
-        extend(SANDWICH),
-        prefix=VISION_PREFIX,
+        _NAMES,
+        prefix=r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?",  # of a model with a vision tower
         unused=(*PLAIN.unused, r"vision_tower\..*", r"multi_modal_projector\..*"),
     ),
 )

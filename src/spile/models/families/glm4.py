@@ -9,9 +9,7 @@ from spile.models.families.base import ConfigFields, Family, Fused, decoder, ext
 
 
 def _read_glm(fields: ConfigFields, **options: Any) -> ModelConfig:
-    return decoder(
-        fields, partial_rotary=True, qkv_bias=fields.flag("attention_bias"), rope_interleaved=True, **options
-    )
+    return decoder(fields, o_bias=False, rope_interleaved=True, **options)
 
 
 def _read_glm4(fields: ConfigFields) -> ModelConfig:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from spile.models.architecture import ModelConfig, Rope
+from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     return decoder(
         fields,
-        eps="layer_norm_epsilon",
-        activation="activation_function",
-        rope=(Rope(), 1.0),
         d_ff=fields.integer("n_inner", 4 * fields.integer("hidden_size")),
         learned_positions=fields.integer("max_position_embeddings"),
         attention_scale=None if fields.flag("scale_attn_weights") else 1.0,
@@ -33,10 +30,10 @@ FAMILY = Family(
         prefix=r"(?:transformer\.)?",
         written="transformer.",
         once={
-            "embed": "wte.weight",
-            "positions": "wpe.weight",
-            "final_norm": "ln_f.weight",
-            "final_norm_bias": "ln_f.bias",
+            "wte.weight": "embed",
+            "wpe.weight": "positions",
+            "ln_f.weight": "final_norm",
+            "ln_f.bias": "final_norm_bias",
         },
         layers="h",
         layer={

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope
+from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     for name in ("rope_theta", "partial_rotary_factor"):
         fields.get(name)  # transformers does not read them for this family
-    bias = fields.flag("attention_bias")
     return decoder(
         fields,
-        eps="layer_norm_eps",
-        rope=read_rope(fields, theta="rotary_emb_base", part="rotary_pct"),
-        partial_rotary=True,
-        qkv_bias=bias,
-        o_bias=bias,
         mlp_bias=True,
         norm="layer",
         gated=False,
@@ -44,11 +38,11 @@ FAMILY = Family(
         prefix=r"(?:gpt_neox\.)?",
         written="gpt_neox.",
         once={
-            "embed": "embed_in.weight",
-            "final_norm": "final_layer_norm.weight",
-            "final_norm_bias": "final_layer_norm.bias",
+            "embed_in.weight": "embed",
+            "final_layer_norm.weight": "final_norm",
+            "final_layer_norm.bias": "final_norm_bias",
         },
-        head="embed_out.weight",
+        head="embed_out",
         layer={
             "input_layernorm.weight": "attn_norm",
             "input_layernorm.bias": "attn_norm_bias",

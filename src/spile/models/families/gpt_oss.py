@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, alternating_windows, decoder, extend
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend, read_experts
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
-    config = decoder(
+    return decoder(
         fields,
-        qkv_bias=bias,
-        o_bias=bias,
-        windows=alternating_windows(fields, 2),
+        slides=lambda layer: (layer + 1) % 2,
         sinks=True,
+        experts=read_experts(fields),
         expert_biases=True,
         swiglu_limit=fields.number("swiglu_limit"),
         swiglu_alpha=fields.number("swiglu_alpha"),
     )
-    count, chosen = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
-    return replace(config, experts=Experts(count, chosen, config.d_ff, normalized=True))
 
 
 FAMILY = Family(

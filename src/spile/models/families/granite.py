@@ -7,12 +7,8 @@ from spile.models.families.base import ConfigFields, Family, decoder
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
     return decoder(
         fields,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias"),
         input_scale=fields.number("embedding_multiplier"),
         attention_scale=fields.number("attention_multiplier"),
         residual_scale=fields.number("residual_multiplier"),

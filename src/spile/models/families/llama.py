@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder
-
-
-def _read(fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
-    return decoder(fields, qkv_bias=bias, o_bias=bias, mlp_bias=fields.flag("mlp_bias"))
-
+from spile.models.families.base import Family, decoder
 
 FAMILY = Family(
     model_types=("llama",),
@@ -26,5 +19,5 @@ FAMILY = Family(
             "vocab_size": 128_256,
         },
     ),
-    read=_read,
+    read=decoder,
 )

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, extend, uniform_windows
-
-
-def _read_mistral(fields: ConfigFields) -> ModelConfig:
-    return decoder(fields, windows=uniform_windows(fields))
-
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder, extend, read_experts
 
 MISTRAL = Family(
     model_types=("mistral",),
     models="Mistral 7B, Nemo, Ministral 8B",
     differs="one attention window for all layers (`sliding_window`)",
     example=("mistralai/Mistral-7B-v0.1", {"num_key_value_heads": 8, "intermediate_size": 14_336}),
-    read=_read_mistral,
+    read=decoder,
 )
 
 
 def _read_mixtral(fields: ConfigFields) -> ModelConfig:
-    config = decoder(fields, windows=uniform_windows(fields))
-    count, chosen = fields.integer("num_local_experts"), fields.integer("num_experts_per_tok")
-    return replace(config, experts=Experts(count, chosen, config.d_ff, normalized=True))
+    return decoder(fields, experts=read_experts(fields))
 
 
 MIXTRAL = Family(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, read_rope, uniform_windows
+from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
 
 
 def _read_phi(fields: ConfigFields) -> ModelConfig:
     return decoder(
         fields,
-        eps="layer_norm_eps",
-        partial_rotary=True,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
@@ -31,9 +29,9 @@ PHI = Family(
     read=_read_phi,
     names=Names(
         once={
-            "embed": "embed_tokens.weight",
-            "final_norm": "final_layernorm.weight",
-            "final_norm_bias": "final_layernorm.bias",
+            "embed_tokens.weight": "embed",
+            "final_layernorm.weight": "final_norm",
+            "final_layernorm.bias": "final_norm_bias",
         },
         layer={
             "input_layernorm.weight": "attn_norm",
@@ -56,8 +54,7 @@ PHI = Family(
 
 
 def _read_phi3(fields: ConfigFields) -> ModelConfig:
-    rope = read_rope(fields, kinds={"su": "longrope", "yarn": "longrope"})
-    return decoder(fields, rope=rope, partial_rotary=True, windows=uniform_windows(fields))
+    return decoder(fields, rope_kinds={"su": "longrope", "yarn": "longrope"})
 
 
 PHI3 = Family(

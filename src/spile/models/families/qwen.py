@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from spile.models.architecture import Experts, ModelConfig
-from spile.models.families.base import (
-    ConfigFields,
-    Family,
-    Windows,
-    decoder,
-    extend,
-    layer_count,
-    uniform_windows,
-    windows_by_type,
-)
+from typing import Any
+
+from spile.models.architecture import ModelConfig
+from spile.models.families.base import ConfigFields, Family, decoder, extend, layer_count, read_experts
 
 
-def _windows(fields: ConfigFields) -> Windows:
-    """Return windows by ``layer_types``, or from layer ``max_window_layers`` on, if ``use_sliding_window``."""
-    window = fields.get("sliding_window")
-    window = window if fields.flag("use_sliding_window") else None
-    first, types = fields.integer("max_window_layers"), fields.get("layer_types")
-    if types is None:
-        late = "full_attention" if window is None else "sliding_attention"
-        types = ["full_attention" if layer < first else late for layer in range(layer_count(fields))]
-    return windows_by_type(types, window)
+def _read_dense(fields: ConfigFields, **options: Any) -> ModelConfig:
+    first = fields.integer("max_window_layers")
+    return decoder(fields, slides=lambda layer: layer >= first, **options)
 
 
 def _read_qwen2(fields: ConfigFields) -> ModelConfig:
-    return decoder(fields, qkv_bias=True, windows=_windows(fields))
+    return _read_dense(fields, qkv_bias=True)
 
 
 QWEN2 = Family(
@@ -51,8 +38,7 @@ QWEN2 = Family(
 
 
 def _read_qwen3(fields: ConfigFields) -> ModelConfig:
-    bias = fields.flag("attention_bias")
-    return decoder(fields, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=_windows(fields))
+    return _read_dense(fields, qk_norm=True)
 
 
 QWEN3 = Family(
@@ -74,26 +60,10 @@ QWEN3 = Family(
 
 
 def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
-    count, bias = layer_count(fields), fields.flag("attention_bias")
-    windows = uniform_windows(fields) if fields.flag("use_sliding_window") else (None,) * count
-    fields.get("sliding_window")
-    step, dense_only = fields.integer("decoder_sparse_step"), fields.get("mlp_only_layers") or ()
+    count, step = layer_count(fields), fields.integer("decoder_sparse_step")
+    dense_only = fields.get("mlp_only_layers") or ()
     dense = tuple(layer for layer in range(count) if layer in dense_only or (layer + 1) % step)
-    experts = Experts(
-        count=fields.integer("num_local_experts"),
-        per_token=fields.integer("num_experts_per_tok"),
-        d_ff=fields.integer("moe_intermediate_size"),
-        normalized=fields.flag("norm_topk_prob"),
-        dense_layers=dense,
-    )
-    return decoder(
-        fields,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        windows=windows,
-        experts=experts if len(dense) < count else None,
-    )
+    return decoder(fields, qk_norm=True, experts=read_experts(fields, dense) if len(dense) < count else None)
 
 
 QWEN3_MOE = Family(
