@@ -561,7 +561,7 @@ class Simulation:
 
     def _monitor(self) -> Monitor:
         number = self.rng.getrandbits(32)
-        lease = Lease(self.folder, clock=lambda: self.now, ttl=240.0, owner=f"m{number}", token=str(number))  # type: ignore[arg-type]
+        lease = Lease(self.folder, clock=lambda: self.now, ttl=240.0, owner=f"m{number}")  # type: ignore[arg-type]
         return Monitor(lease, History(), self.now + self.rng.uniform(0, 60))
 
     def _watch(self, monitor: Monitor) -> None:

@@ -16,9 +16,10 @@ import pytest
 
 from spile.cli.main import main
 from spile.errors import SpecError, StoreError, UserError
-from spile.fleet.agent import AGAIN, Agent, LogKeeper, worker_command
+from spile.fleet.agent import AGAIN, Agent, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
-from spile.fleet.home import FleetHome, WorkerReport, pin_machines, read_log
+from spile.fleet.home import FleetHome, WorkerReport, pin_machines
+from spile.fleet.logs import LogKeeper, read_log
 from spile.fleet.manage import settle
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
@@ -387,7 +388,7 @@ def test_a_corrected_deploy_is_taken_up_during_the_pause_of_a_crash_loop(tmp_pat
     thread = threading.Thread(target=lambda: ended.append(agent.run()))
     thread.start()
     deadline = time.monotonic() + 120
-    while (home.read_report(NAME) or WorkerReport("")).exit_code is None and time.monotonic() < deadline:
+    while home.read_reports().get(NAME, WorkerReport("")).exit_code is None and time.monotonic() < deadline:
         time.sleep(0.02)
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
     thread.join(120)

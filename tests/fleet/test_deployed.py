@@ -19,7 +19,6 @@ from spile.fleet.home import (
     FleetHome,
     NotDeployed,
     known_here,
-    parse_deployment,
     pin_machines,
     remember_deployment,
     sha256,
@@ -141,7 +140,7 @@ def test_another_computer_needs_the_deployment_hash(home: FleetHome, client: Clo
 @pytest.mark.parametrize("text", ["", "sha256:12", "d", "sha256:" + "g" * 64])
 def test_an_invalid_sha256_is_reported(text: str) -> None:
     with pytest.raises(SpecError, match="--deployment: expected sha256: and 64 digits"):
-        parse_deployment(text)
+        remember_deployment("gs://b/fleet/f", "0" * 64, text)
 
 
 def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:

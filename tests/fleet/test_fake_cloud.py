@@ -299,14 +299,14 @@ def test_no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
 
-    from spile.fleet.cloud_tpu import CloudSettings, open_session
+    from spile.fleet.cloud_tpu import open_session
 
     def none(**_: object) -> None:
         raise DefaultCredentialsError("none")
 
     monkeypatch.setattr(google.auth, "default", none)
     with pytest.raises(NotAllowed, match=r"no Google credentials\. Run: gcloud auth application-default login"):
-        open_session(CloudSettings("p"))
+        open_session(anonymous=False)
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Host": "evil.example"}])

@@ -325,9 +325,11 @@ def test_the_same_long_quota_text_stands_in_one_row(home: FleetHome, fake: FakeC
     stays = Policy(interval=0.1, move=False)
     home.write_fleet(replace(home.read_fleet(), workers=plan_workers((A,), 3), policy=stays))
     fake.admin("quota", {"zone": A, "limit": 0})
-    notes = [worker.note for worker in FleetMonitor(home, client).step().workers]
-    assert notes[0].startswith("no quota to create TPU")
-    assert notes[1:] == [f"no quota in {A}, as above"] * 2
+    status = FleetMonitor(home, client).step()
+    assert all(worker.note.startswith("no quota to create TPU") for worker in status.workers)
+    lines = plain_lines(status)
+    assert sum("no quota to create TPU" in line for line in lines) == 1
+    assert sum(f"no quota in {A}" in line for line in lines) == 4, "a row for each worker, and the line with the text"
 
 
 def test_a_webhook_is_called_once_for_each_event(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:

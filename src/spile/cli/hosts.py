@@ -7,7 +7,7 @@ import os
 import shlex
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +15,12 @@ from cyclopts import Group, Parameter
 
 from spile.cli.flags import NEGATABLE, AsJson, HostFlags, log, pairs
 from spile.errors import Failure, SpecError, UserError
-from spile.fleet.agent import LOG_FILES, NO_LOG, UNIT, LogMachine, find_machine, last_words, tail_command
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
-from spile.fleet.home import FleetHome, read_log
+from spile.fleet.home import FleetHome
 from spile.fleet.install import install_on
+from spile.fleet.logs import LOG_FILES, NO_LOG, UNIT, find_machine, last_words, read_log, tail_command
+from spile.fleet.manage import hosts_of
+from spile.fleet.provider import Node, NodeState
 from spile.hosts import run as fanout
 from spile.hosts.files import assemble, collect_from, copy_to, load
 from spile.hosts.hosts import Access, Host
@@ -145,21 +147,21 @@ def logs(
             raise SpecError(flag, expected="--home gs://bucket/fleet/NAME as well", found=f"{flag} alone")
     if home is not None:
         return _print_stored_log(worker, home, lines, grep, host, as_json)
-    machine = _machine(worker, fleet, host, where)
-    if machine.host is None:
-        return _print_last_lines(worker, machine, output, lines)
+    node, found, reason = _machine(worker, fleet, host, where)
+    if found is None:
+        return _print_last_lines(worker, node, reason, output, lines)
     job = Job(tail_command(lines, follow))
     try:
-        with Logs([machine.host], None, output_console(), bare=True) as shown:
-            (outcome,) = fanout.run([machine.host], job, access=where.access(), output=shown.write)
+        with Logs([found], None, output_console(), bare=True) as shown:
+            (outcome,) = fanout.run([found], job, access=where.access(), output=shown.write)
     except Failure as error:
         if output is None:
             raise
-        return _print_last_lines(worker, replace(machine, story=str(error)), output, lines)
+        return _print_last_lines(worker, node, str(error), output, lines)
     if outcome.code == NO_LOG:
-        raise UserError(f"no log on {machine.host.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
+        raise UserError(f"no log on {found.label}", expected=f"the unit {UNIT}, or {', '.join(LOG_FILES)}")
     if outcome.cause not in ("ended", "stopped"):
-        raise Failure(f"{machine.host.label}: {outcome.cause}")
+        raise Failure(f"{found.label}: {outcome.cause}")
     return 0 if outcome.stopped else outcome.code
 
 
@@ -179,29 +181,33 @@ def _print_stored_log(worker: str, home: str, lines: int, grep: str | None, host
     return 0
 
 
-def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> LogMachine:
-    number = int(worker) if worker.isdigit() else None
+def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> tuple[Node | None, Host | None, str]:
+    """Return the worker's machine and its host, or why there is none."""
     if where.hosts:
-        named = where.find()
-        if not 0 <= host < len(named):
-            raise SpecError("--host", expected=f"0 to {len(named) - 1}", found=host)
-        return LogMachine(named[host], number, "")
-
-    provider = CloudTpu(read_settings(os.environ, project=where.project))
-    nodes = provider.nodes(where.zone or "-")
-    return find_machine(nodes, worker, fleet=fleet, host=host, internal_ip=where.internal_ip)
+        return None, _nth(where.find(), host, "the hosts"), ""
+    nodes = CloudTpu(read_settings(os.environ, project=where.project)).nodes(where.zone or "-")
+    node = find_machine(nodes, worker, fleet)
+    if node is None or node.state is not NodeState.READY:
+        return node, None, f"{node.name} is {node.state}" if node is not None else "it has no machine"
+    return node, _nth(hosts_of([node], node.name, internal_ip=where.internal_ip), host, node.name), ""
 
 
-def _print_last_lines(worker: str, machine: LogMachine, output: str | None, lines: int) -> int:
+def _nth(hosts: Sequence[Host], host: int, what: str) -> Host:
+    if not 0 <= host < len(hosts):
+        raise SpecError("--host", expected=f"0 to {len(hosts) - 1}, a host of {what}", found=host)
+    return hosts[host]
+
+
+def _print_last_lines(worker: str, node: Node | None, reason: str, output: str | None, lines: int) -> int:
     """Print the last lines of the log from the worker's heartbeat."""
     if output is None:
         raise UserError(
             f"no log of worker {worker}",
-            found=machine.story,
+            found=reason,
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
-    beat = last_words(open_folder(output), worker, machine)
-    log(f"{machine.story}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:")
+    beat = last_words(open_folder(output), worker, node)
+    log(f"{reason}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:")
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
         log(line)
     if beat.last_error:

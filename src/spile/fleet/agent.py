@@ -24,7 +24,6 @@ import argparse
 import base64
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -32,147 +31,19 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
-from spile.fleet.cloud_tpu import CloudTpu, read_settings
-from spile.fleet.home import FleetHome, WorkerReport, log_key, log_names, log_numbers, own_pin
-from spile.fleet.manage import delete_machine, hosts_of
-from spile.fleet.provider import Node, NodeState
-from spile.fleet.spec import FleetSpec, Verdict, Worker, owns, worker_of
-from spile.hosts.hosts import Host
+from spile.fleet.cloud_tpu import CloudTpu, open_session, read_settings
+from spile.fleet.home import FleetHome, WorkerReport, own_pin
+from spile.fleet.logs import LogKeeper
+from spile.fleet.manage import delete_machine
+from spile.fleet.spec import FleetSpec, Verdict, Worker, owns
 from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
-from spile.objects.folder import Folder, Removal
 from spile.spec.phase import Phase
-from spile.store.claims import ClaimReader
-from spile.store.heartbeat import REFERENCE, Beat, hide_values, read_beat, secret_values
-from spile.store.layout import PROGRESS, existing_folder, list_streams
+from spile.store.heartbeat import REFERENCE, hide_values, secret_values
 from spile.version import __version__
-
-PART = 256 << 10
-"""The size at which the next object is started."""
-PARTS = 16
-"""The number of objects that are kept for a machine."""
-
-
-class LogKeeper:
-    """Stores the output of a worker. ``add`` never waits for the bucket; ``flush`` does."""
-
-    def __init__(self, folder: Folder, name: str, *, part: int = PART, parts: int = PARTS) -> None:
-        self._folder, self._name, self._part, self._parts = folder, name, part, parts
-        self._lock = threading.Lock()
-        self._text = bytearray()
-        self._changed = False
-        self._dropped = 0
-        """Bytes that were dropped since the last flush began."""
-        self._number: int | None = None
-
-    def add(self, line: str) -> None:
-        with self._lock:
-            self._text += line.rstrip("\n").encode(errors="replace") + b"\n"
-            over = max(0, len(self._text) - 4 * self._part)  # A bucket that fails must not fill the memory.
-            del self._text[:over]
-            self._dropped += over
-            self._changed = True
-
-    def flush(self) -> None:
-        """Store the lines. It is called every minute and when the worker ends."""
-        with self._lock:
-            if not self._changed:
-                return
-            text, self._changed, self._dropped = bytes(self._text), False, 0
-        try:
-            if self._number is None:
-                self._number = max(log_numbers(self._folder, self._name), default=0) + 1
-            self._folder.put(log_key(self._name, self._number), text)
-        except SpileError:
-            self._changed = True  # The next flush tries again.
-            raise
-        if len(text) >= self._part:
-            with self._lock:
-                del self._text[: max(0, len(text) - self._dropped)]
-            self._number += 1
-            numbers = log_numbers(self._folder, self._name)
-            old = [log_key(self._name, number) for number in numbers if number <= self._number - self._parts]
-            Removal(self._folder.url, ours=log_names(self._name), remove=self._folder.delete).in_order(old)
-
-
-UNIT = "spile-worker"
-"""The systemd unit of the worker."""
-LOG_FILES = ("~/spile-worker.log", "~/unit.log", "/opt/spile/startup.log")
-"""The log files of a machine without the unit."""
-NO_LOG = 66
-"""The exit code of the remote command if there is no log."""
-
-
-@dataclass(frozen=True)
-class LogMachine:
-    """The machine of a worker, if there is one."""
-
-    host: Host | None
-    worker: int | None
-    story: str
-    """Why there is no host, as text."""
-    name: str = ""
-    """Its name, which is also that of the worker in claims."""
-
-
-def tail_command(lines: int, follow: bool) -> str:
-    """Return the shell command that prints the last lines of the journal or of a log file."""
-    tilde = [f'"$HOME"/{shlex.quote(name[2:])}' if name.startswith("~/") else shlex.quote(name) for name in LOG_FILES]
-    journal = f"journalctl --no-pager --quiet -o cat -u {UNIT} -n {lines}" + (" -f" if follow else "")
-    return (
-        f"if systemctl cat {UNIT} >/dev/null 2>&1 && command -v journalctl >/dev/null; then "
-        f"if sudo -n true 2>/dev/null; then exec sudo -n {journal}; else exec {journal}; fi; fi; "
-        f"for file in {' '.join(tilde)}; do "
-        f'if [ -f "$file" ]; then exec tail -n {lines}{" -F" if follow else ""} "$file"; fi; done; '
-        f"exit {NO_LOG}"
-    )
-
-
-def find_machine(nodes: Iterable[Node], worker: str, *, fleet: str | None, host: int, internal_ip: bool) -> LogMachine:
-    """Return the machine that ``5`` or ``tpu-us-central1-a-0`` names."""
-    number = int(worker) if worker.isdigit() else None
-    mine = [node for node in nodes if fleet is None or owns(fleet, node)]
-    found = [node for node in mine if (node.name == worker if number is None else worker_of(node) == number)]
-    if len(found) > 1:
-        names = ", ".join(f"{node.name} in {node.zone}" for node in found)
-        raise UserError(f"several machines are worker {worker}", found=names, fix="name one with --zone or --fleet")
-    if not found:
-        return LogMachine(None, number, "it has no machine", worker)
-    node = found[0]
-    number = worker_of(node) if number is None else number
-    if node.state != NodeState.READY:
-        return LogMachine(None, number, f"{node.name} is {node.state}", node.name)
-    hosts = hosts_of([node], node.name, internal_ip=internal_ip)
-    if not 0 <= host < len(hosts):
-        raise UserError(f"{node.name} has no host {host}", expected=f"0 to {len(hosts) - 1}")
-    return LogMachine(hosts[host], number, "")
-
-
-def last_words(root: Folder, worker: str, machine: LogMachine) -> Beat:
-    """Return the heartbeat of the stream that the worker claimed last; it contains the last lines of its log.
-
-    Without claims, the number of a worker is that of its stream, and its name that of its host.
-    """
-    owners = ClaimReader(root).owners()
-    held = [stream for stream, each in owners.items() if each.worker in (worker, machine.name)]
-    named = held or ([] if machine.worker is None else [machine.worker])
-    folders = [existing_folder(root, number) for number in named] or _streams(root)
-    beats = [beat for folder in folders if (beat := read_beat(root.child(folder))) is not None]
-    found = [beat for beat in beats if named or beat.host.split(".")[0] == worker]
-    if not found:
-        expected = "one in stream_N/progress.json"
-        fix = "check --output" if named else "name the worker by its number"
-        raise UserError(f"no heartbeat of worker {worker} in {root.url}", expected=expected, fix=fix)
-    return max(found, key=lambda beat: beat.updated)
-
-
-def _streams(root: Folder) -> list[str]:
-    keys = [info.key.split("/") for info in list_streams(root)]
-    return [parts[0] for parts in keys if len(parts) == 2 and parts[1] == PROGRESS]
-
 
 AGAIN = 75
 """The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
@@ -226,7 +97,7 @@ class Agent:
             print("spile agent: fleet.json has changed since the start; the startup script checks it again", flush=True)
             return AGAIN
         worker = self._assignment(fleet)
-        before = self.home.read_report(self._name())
+        before = self.home.read_reports().get(self._name())
         self._dollars_before = before.dollars if before is not None else 0.0
         self._price = fleet.price if self.host == 0 else 0.0
         self._report = WorkerReport(self._name(), fleet.deployment, version=__version__)
@@ -333,11 +204,10 @@ class Agent:
         Returns:
             Its exit code (``AGAIN`` if a new deployment ended it), its last lines, and why the agent stopped it.
         """
-        tail: deque[str] = deque(maxlen=_TAIL)
         given = resolve_secrets(fleet.environment)
-        hidden = secret_values(fleet.environment, {**os.environ, **given})
-        ended, verdict = threading.Event(), _Interruption()
-        keeper = LogKeeper(self.home.folder, self._name())
+        output = _Output(
+            LogKeeper(self.home.folder, self._name()), secret_values(fleet.environment, {**os.environ, **given})
+        )
         with tempfile.TemporaryFile() as spec:
             spec.write(fleet.run_json())
             spec.seek(0)
@@ -351,39 +221,30 @@ class Agent:
                 text=True,
                 errors="replace",
             ) as child:
-                watcher = threading.Thread(target=self._watch, args=(fleet, child, ended, verdict, keeper), daemon=True)
-                watcher.start()
-                for line in child.stdout or ():
-                    shown = hide_values(line, hidden)  # The line goes to the machine's log and to the bucket.
-                    tail.append(shown.rstrip("\n"))
-                    keeper.add(shown)
-                    print(shown, end="", flush=True)
+                reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
+                reader.start()
+                again, why = self._watch(fleet, child, output)
                 code = child.wait()
-        code = code if code >= 0 else 128 - code
-        ended.set()
-        watcher.join()
-        _flush(keeper)
-        return (AGAIN if verdict.new_deployment else code), "\n".join(tail), verdict.why
+                reader.join()
+        output.flush()
+        return AGAIN if again else code if code >= 0 else 128 - code, "\n".join(output.tail), why
 
-    def _watch(
-        self,
-        fleet: FleetSpec,
-        child: subprocess.Popen[str],
-        ended: threading.Event,
-        verdict: _Interruption,
-        keeper: LogKeeper,
-    ) -> None:
-        """Store the log, and end the worker if there is a new deployment or a reason to stop."""
-        while not ended.wait(self.look):
-            _flush(keeper)
-            verdict.new_deployment = self._is_new_deployment(fleet)
+    def _watch(self, fleet: FleetSpec, child: subprocess.Popen[str], output: _Output) -> tuple[bool, str]:
+        """Store the log until the worker ends, and end it if there is a new deployment or a reason to stop."""
+        while True:
             try:
-                verdict.why = "" if verdict.new_deployment else self._reason_to_stop(fleet)
+                child.wait(self.look)
+                return False, ""
+            except subprocess.TimeoutExpired:
+                output.flush()
+            again, why = self._is_new_deployment(fleet), ""
+            try:
+                why = "" if again else self._reason_to_stop(fleet)
             except SpileError as error:  # The next check may succeed.
                 print(f"spile agent: {error}", flush=True)
-            if verdict.new_deployment or verdict.why:
+            if again or why:
                 child.send_signal(signal.SIGTERM)
-                return
+                return again, why
 
     def _delete_machine(self, fleet: FleetSpec, why: str) -> None:
         """Delete this machine, unless machines are kept. If that fails, the monitor deletes it."""
@@ -400,19 +261,25 @@ class Agent:
             print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
 
 
-@dataclass
-class _Interruption:
-    """Why the agent ended the worker, if it did."""
+class _Output:
+    """The output of a worker: printed, kept in the bucket, and its last lines. Secrets are hidden in all of them."""
 
-    new_deployment: bool = False
-    why: str = ""
+    def __init__(self, keeper: LogKeeper, hidden: Collection[str]) -> None:
+        self._keeper, self._hidden = keeper, hidden
+        self.tail: deque[str] = deque(maxlen=_TAIL)
 
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            shown = hide_values(line, self._hidden)
+            self.tail.append(shown.rstrip("\n"))
+            self._keeper.add(shown)
+            print(shown, end="", flush=True)
 
-def _flush(keeper: LogKeeper) -> None:
-    try:
-        keeper.flush()
-    except SpileError as error:  # The log is for people; the run continues without it.
-        print(f"spile agent: {error}", flush=True)
+    def flush(self) -> None:
+        try:
+            self._keeper.flush()
+        except SpileError as error:  # The log is for people; the run continues without it.
+            print(f"spile agent: {error}", flush=True)
 
 
 _SECRET_NAME = re.compile(r"projects/[A-Za-z0-9._:-]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?")
@@ -436,20 +303,13 @@ def _fetch_secret(variable: str, name: str) -> str:
         raise SpecError(f"--env {variable}", expected=f"{REFERENCE}projects/P/secrets/S", found=REFERENCE + name)
     where = name if "/versions/" in name else f"{name}/versions/latest"
     endpoint = os.environ.get("SPILE_SECRETS_ENDPOINT", _SECRETS_ENDPOINT).rstrip("/")
-    import google.auth
-    import requests
-    from google.auth.transport.requests import AuthorizedSession
-
     with untrusted(
         CloudError,
         f"the secret {name} for {variable} cannot be read",
         fix="check the permissions of the machine's service account",
     ):
-        if endpoint.startswith("http://"):  # Google never uses plain http, so a token must not be sent over it.
-            session: requests.Session = requests.Session()
-        else:
-            credentials, _ = google.auth.default(scopes=["https://www.googleapis.com/auth/cloud-platform"])
-            session = AuthorizedSession(credentials)
+        # Google never uses plain http, so a token must not be sent over it.
+        session = open_session(anonymous=endpoint.startswith("http://"))
         reply = session.get(f"{endpoint}/v1/{where}:access", timeout=30)
         if reply.status_code != 200:
             raise CloudError(f"the secret {name} for {variable} cannot be read", found=f"status {reply.status_code}")

@@ -336,9 +336,9 @@ _TIMEOUT = (10.0, 60.0)
 _TRIES = 6
 
 
-def open_session(settings: CloudSettings) -> requests.Session:
+def open_session(*, anonymous: bool) -> requests.Session:
     """Return a session that signs its requests with the user's application-default credentials."""
-    if settings.anonymous:
+    if anonymous:
         return requests.Session()
     import google.auth
     from google.auth.exceptions import DefaultCredentialsError
@@ -367,7 +367,7 @@ class CloudTpu:
         tries: int = _TRIES,
     ) -> None:
         self._settings = settings
-        self._session = session or open_session(settings)
+        self._session = session or open_session(anonymous=settings.anonymous)
         # With the default pool of ten connections, requests for more than ten zones would wait and log warnings.
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
         self._session.mount("https://", adapter)
@@ -418,8 +418,6 @@ class CloudTpu:
             return NotAllowed(
                 f"cannot {doing}", found=str(error), fix="run: gcloud auth application-default login"
             ), False
-        except requests.exceptions.ConnectTimeout as error:
-            return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
         except requests.exceptions.RequestException as error:
             if _never_sent(error):
                 return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
@@ -551,7 +549,8 @@ def _cause(error: BaseException) -> str:
 
 def _never_sent(error: requests.exceptions.RequestException) -> bool:
     """Return whether no byte of the request can have reached the server."""
-    return "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
+    never = isinstance(error, requests.exceptions.ConnectTimeout)
+    return never or "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
 
 
 def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:

@@ -459,13 +459,13 @@ def prepare_bare_machines(provider: CloudTpu, fleet: FleetSpec, home: FleetHome)
     The script in their metadata counts from their next boot on. Until then they have to be launched over ssh. A machine
     that has not reported since its creation is launched again: an earlier attempt may have failed.
     """
-    names = {worker.name for worker in fleet.workers}
+    names, reports = {worker.name for worker in fleet.workers}, home.read_reports()
     bare = []
     for node in list_nodes(provider, fleet.zones):
         if node.name not in names or not owns(fleet.name, node) or node.state.life is not Life.ALIVE:
             continue
         if node.metadata.get("spile-home") == home.folder.url:
-            report = home.read_report(node.name)
+            report = reports.get(node.name)
             if _LAUNCH not in node.metadata or (report is not None and report.updated > node.created):
                 continue
         wanted = machine_metadata(home.folder.url, sha256(fleet.to_json()), node.name)

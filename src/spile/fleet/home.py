@@ -22,12 +22,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from spile.errors import CloudError, Damaged, SpecError, SpileError, UserError, untrusted
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
@@ -64,7 +64,35 @@ class _Order:
     deployment: str
     who: str
     time: str
-    dollars: float
+    dollars: float | None = None
+
+
+class Numbered:
+    """Objects of a folder that differ by a number, such as ``lease/000007.json``."""
+
+    def __init__(self, folder: Folder, prefix: str, suffix: str) -> None:
+        self._folder, self._prefix, self._suffix = folder, prefix, suffix
+        number = "([0-9]{6}|[1-9][0-9]{6,})"
+        self._shape = re.compile(f"{re.escape(prefix)}{number}{re.escape(suffix)}")
+
+    def key(self, number: int) -> str:
+        return f"{self._prefix}{number:06d}{self._suffix}"
+
+    def put(self, number: int, data: bytes) -> None:
+        self._folder.put(self.key(number), data)
+
+    def numbers(self) -> list[int]:
+        found = (self._shape.fullmatch(info.key) for info in self._folder.list(self._prefix))
+        return sorted(int(each[1]) for each in found if each)
+
+    def forget(self, below: int, *, fence: Callable[[], bool] = lambda: True) -> None:
+        """Remove the objects with smaller numbers."""
+
+        def is_ours(key: str) -> bool:
+            return self._shape.fullmatch(key) is not None
+
+        old = [self.key(number) for number in self.numbers() if number < below]
+        Removal(self._folder.url, ours=is_ours, remove=self._folder.delete, fence=fence).in_order(old)
 
 
 @dataclass(frozen=True)
@@ -103,6 +131,7 @@ class FleetHome:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
+        self._histories = Numbered(folder, "history/", ".json")
         self._seen: dict[str, tuple[tuple[float, int, str | None], WorkerReport]] = {}
         self._log: list[str] = []
         self._log_number = 0
@@ -115,19 +144,14 @@ class FleetHome:
         return self.read_pinned()[0]
 
     def read_pinned(self) -> tuple[FleetSpec, str]:
-        """Return the specification and the sha256 of its bytes."""
-        data = get_if_present(self.folder, FLEET)
+        """Return the specification and the sha256 of its bytes.
+
+        A ``fleet.json`` of another fleet is refused: its machines would be changed by this one.
+        """
+        data, name = get_if_present(self.folder, FLEET), self.folder.url.rstrip("/").rpartition("/")[2]
         if data is None:
             raise UserError(f"no fleet at {self.folder.url}", expected=FLEET, fix="create one with: spile deploy")
-        return self._own(FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")), sha256(data)
-
-    def find_fleet(self) -> FleetSpec | None:
-        """Return the specification, or None if no fleet was deployed."""
-        return None if get_if_present(self.folder, FLEET) is None else self.read_fleet()
-
-    def _own(self, fleet: FleetSpec) -> FleetSpec:
-        """Refuse a ``fleet.json`` of another fleet: its machines would be changed by this one."""
-        name = self.folder.url.rstrip("/").rpartition("/")[2]
+        fleet = FleetSpec.from_json(data, f"{self.folder.url}/{FLEET}")
         if fleet.name != name:
             raise UserError(
                 f"{self.folder.url}/{FLEET} belongs to another fleet",
@@ -135,23 +159,28 @@ class FleetHome:
                 found=fleet.name,
                 fix="check who can write to the bucket, remove the file, and deploy again",
             )
-        return fleet
+        return fleet, sha256(data)
+
+    def find_fleet(self) -> FleetSpec | None:
+        """Return the specification, or None if no fleet was deployed."""
+        return None if get_if_present(self.folder, FLEET) is None else self.read_fleet()
 
     def write_fleet(self, fleet: FleetSpec) -> None:
         """Store the specification, and record its sha256 on this computer."""
         data = fleet.to_json()
-        remember(self.folder.url, hashlib.sha256(data).hexdigest())  # First, so that nothing has changed if this fails.
+        remember(self.folder.url, sha256(data))  # First, so that nothing has changed if this fails.
         self.folder.put(FLEET, data)
 
     def ordered(self, fleet: FleetSpec) -> FleetSpec:
         """Return this specification with the orders that were given since the deploy."""
-        budget = self._order("budget", fleet).get("dollars", fleet.policy.budget)
+        order = self._order("budget", fleet)
+        budget = fleet.policy.budget if order is None else order.dollars
         return replace(fleet, policy=replace(fleet.policy, budget=budget, stop=self.read_stop(fleet)))
 
     def read_stop(self, fleet: FleetSpec) -> str:
         """Return who ordered the deployment to stop, and when; empty if there is no order."""
         order = self._order("stop", fleet)
-        return f"stopped by {order.get('who')} at {order.get('time')}" if order else ""
+        return f"stopped by {order.who} at {order.time}" if order else ""
 
     def order_stop(self, fleet: FleetSpec) -> None:
         """Order the end of this deployment: its machines are deleted and no more are created."""
@@ -159,30 +188,30 @@ class FleetHome:
 
     def order_budget(self, fleet: FleetSpec, dollars: float) -> None:
         """Change the budget of this deployment for every monitor from now on."""
-        self._put_order("budget", fleet, dollars=dollars)
+        self._put_order("budget", fleet, dollars)
 
-    def _order(self, name: str, fleet: FleetSpec) -> dict[str, Any]:
+    def _order(self, name: str, fleet: FleetSpec) -> _Order | None:
         """Return an order to this deployment. Orders do not carry over to the next one."""
         key = f"orders/{name}.json"
         data = get_if_present(self.folder, key)
         if data is None:
-            return {}
+            return None
         with untrusted(Damaged, f"{self.folder.url}/{key} is not an order", fix="remove it"):
-            order = typed_fields(_Order, json.loads(data))
-        return order if order.get("deployment") == fleet.deployment else {}
+            order = _Order(**typed_fields(_Order, json.loads(data)))
+        return order if order.deployment == fleet.deployment else None
 
-    def _put_order(self, name: str, fleet: FleetSpec, **more: object) -> None:
+    def _put_order(self, name: str, fleet: FleetSpec, dollars: float | None = None) -> None:
         moment = datetime.now(UTC).isoformat(timespec="seconds")
-        order = {"deployment": fleet.deployment, "who": this_person(), "time": moment, **more}
-        self.folder.put(f"orders/{name}.json", json.dumps(order, indent=1).encode())
+        order = _Order(fleet.deployment, this_person(), moment, dollars)
+        self.folder.put(f"orders/{name}.json", json.dumps(asdict(order), indent=1).encode())
 
     def read_history(self) -> History:
-        keys = sorted(info.key for info in self.folder.list("history/"))
-        return History.from_json(self.folder.get(keys[-1])) if keys else History()
+        numbers = self._histories.numbers()
+        return History.from_json(self.folder.get(self._histories.key(numbers[-1]))) if numbers else History()
 
     def write_history(self, history: History, number: int) -> None:
         """Store the history under the lease's number, so that a monitor without the lease overwrites nothing."""
-        self.folder.put(f"history/{number:06d}.json", history.to_json())
+        self._histories.put(number, history.to_json())
 
     def log(self, done: Iterable[tuple[Action, Operation]], number: int, now: float) -> list[str]:
         """Append actions to the log and return them as lines."""
@@ -201,13 +230,6 @@ class FleetHome:
 
     def write_report(self, report: WorkerReport) -> None:
         self.folder.put(f"workers/{report.node}.json", report.to_json())
-
-    def read_report(self, node: str) -> WorkerReport | None:
-        """Return the last report of one machine's agent; None if there is none that can be read."""
-        try:
-            return WorkerReport.from_json(self.folder.get(f"workers/{node}.json"))
-        except (NotFound, Damaged):
-            return None
 
     def read_reports(self) -> dict[str, WorkerReport]:
         """Return the reports of all machines by name. Only those that changed are read again."""
@@ -247,39 +269,7 @@ def find_home(root: str, fleet: str | None = None) -> FleetHome | None:
     )
 
 
-def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:
-    """Return the stored lines of a machine, oldest first; with ``pattern`` only matching lines."""
-    try:
-        wanted = re.compile(pattern or "")
-    except re.error as error:
-        raise SpecError("--grep", expected="a regular expression", found=f"{pattern!r}: {error}") from error
-    for number in log_numbers(folder, name):
-        try:
-            text = folder.get(log_key(name, number)).decode(errors="replace")
-        except NotFound:  # It was removed meanwhile.
-            continue
-        yield from (line for line in text.splitlines() if wanted.search(line))
-
-
-def log_numbers(folder: Folder, name: str) -> list[int]:
-    """Return the numbers of the stored parts of a machine's log."""
-    ours = log_names(name)
-    keys = (info.key for info in folder.list(f"logs/{name}/"))
-    return sorted(int(key.rpartition("/")[2].removesuffix(".log")) for key in keys if ours(key))
-
-
-def log_names(name: str) -> Callable[[str], bool]:
-    """Return a test for the keys of a machine's log."""
-    shape = re.compile(rf"logs/{re.escape(name)}/([0-9]{{6}}|[1-9][0-9]{{6,}})\.log")
-    return lambda key: shape.fullmatch(key) is not None
-
-
-def log_key(name: str, number: int) -> str:
-    return f"logs/{name}/{number:06d}.log"
-
-
 _CLOCK = "lease/clock"
-_SHAPE = re.compile(r"lease/([0-9]{6}|[1-9][0-9]{6,})\.json")
 
 
 def this_person() -> str:
@@ -333,13 +323,13 @@ class Lease:
         clock: Callable[[], float] | None = None,
         ttl: float = 0.0,
         owner: str | None = None,
-        token: str | None = None,
     ) -> None:
         self._folder = folder
+        self._leases = Numbered(folder, "lease/", ".json")
         self._clock = clock or bucket_clock(folder)
         self._ttl = ttl
         self._owner = owner or f"{this_person()}, process {os.getpid()}"
-        self._token = token or secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         self.number = 0
         """The number of the lease that this monitor holds; 0 if it holds none."""
         self._renewed = float("-inf")
@@ -361,14 +351,14 @@ class Lease:
             self.number = 0
             return last
         number = (last.number if last else 0) + 1
-        if not self._folder.create(_key(number), self._body(began)):
+        if not self._folder.create(self._leases.key(number), self._body(began)):
             winner = self._last()
             # A lost reply looks like a lost race.
             if winner is None or winner.token != self._token or winner.number != number:
                 self.number = 0
                 return winner
         self.number, self._renewed = number, began
-        self._forget(number - 8)
+        self._leases.forget(number - 8, fence=self.held)
         return None
 
     def release(self) -> None:
@@ -383,38 +373,23 @@ class Lease:
         return None if last is None or last.expired(self._clock()) else last
 
     def _write(self, number: int, moment: float, *, released: bool = False) -> None:
-        self._folder.put(_key(number), self._body(moment, released=released))
+        self._leases.put(number, self._body(moment, released=released))
         self._renewed = moment
 
     def _body(self, moment: float, *, released: bool = False) -> bytes:
         fields = {"who": self._owner, "token": self._token, "renewed": moment, "ttl": self._ttl, "released": released}
         return json.dumps(fields).encode()
 
-    def _numbers(self) -> list[int]:
-        keys = (info.key for info in self._folder.list("lease/"))
-        return sorted(int(key[6:-5]) for key in keys if _is_lease(key))
-
     def _last(self) -> Holder | None:
-        for number in reversed(self._numbers()):
-            data = get_if_present(self._folder, _key(number))
+        for number in reversed(self._leases.numbers()):
+            key = self._leases.key(number)
+            data = get_if_present(self._folder, key)
             if data is None:  # Deleted by a later monitor meanwhile.
                 continue
-            with untrusted(Damaged, f"{self._folder.url}/{_key(number)} is not a lease", fix="remove it"):
+            with untrusted(Damaged, f"{self._folder.url}/{key} is not a lease", fix="remove it"):
                 found = json.loads(data)
                 return Holder(**typed_fields(Holder, {**found, "owner": found["who"], "number": number}))
         return None
-
-    def _forget(self, below: int) -> None:
-        old = [_key(number) for number in self._numbers() if number < below]
-        Removal(self._folder.url, ours=_is_lease, remove=self._folder.delete, fence=self.held).in_order(old)
-
-
-def _is_lease(key: str) -> bool:
-    return _SHAPE.fullmatch(key) is not None
-
-
-def _key(number: int) -> str:
-    return f"lease/{number:06d}.json"
 
 
 def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
@@ -506,7 +481,7 @@ def _state() -> Folder:
 
 
 def _state_key(home: str) -> str:
-    return f"{hashlib.sha256(home.encode()).hexdigest()[:32]}.json"
+    return f"{sha256(home.encode())[:32]}.json"
 
 
 def remember(home: str, pin: str) -> None:
@@ -523,17 +498,12 @@ def known_here(home: str) -> str:
         return ""
 
 
-def parse_deployment(text: str) -> str:
-    """Parse ``sha256:…`` as ``spile deploy`` prints it."""
-    digits = text.strip().lower().removeprefix("sha256:")
-    if not re.fullmatch(r"[0-9a-f]{64}", digits):
-        raise SpecError("--deployment", expected="sha256: and 64 digits, as spile deploy printed it", found=repr(text))
-    return digits
-
-
 def remember_deployment(home: str, found: str, deployment: str) -> None:
-    """Record the deployment that the user names, if it is the one in the bucket."""
-    wanted = parse_deployment(deployment)
+    """Record the deployment that the user names, ``sha256:…``, if it is the one in the bucket."""
+    wanted = deployment.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch(r"[0-9a-f]{64}", wanted):
+        expected = "sha256: and 64 digits, as spile deploy printed it"
+        raise SpecError("--deployment", expected=expected, found=repr(deployment))
     if wanted != found:
         raise NotDeployed(
             f"{home}/fleet.json is not that deployment",

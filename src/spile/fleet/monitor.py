@@ -389,17 +389,9 @@ class FleetMonitor:
         makes: bool = True,
         owner: str | None = None,
     ) -> None:
-        """Open the fleet.
+        """Open the fleet. ``policy`` has the fields of the fleet's policy that this monitor changes.
 
-        Args:
-            home: The fleet's folder in the bucket.
-            provider: The cloud.
-            clock: The time in seconds. [default: that of the bucket]
-            pool: Threads for requests to several zones.
-            policy: Fields of the fleet's policy that this monitor changes.
-            watch_only: Take no lease and change nothing.
-            makes: If False, no machine is created, so the deployment need not be known outside of the bucket.
-            owner: The name of this monitor for others. [default: user, host and process]
+        If ``makes`` is False no machine is created, so the deployment need not be known outside of the bucket.
         """
         self._home, self._provider, self._pool, self._policy = home, provider, pool, policy or {}
         self._clock = clock or (time.time if watch_only else bucket_clock(home.folder))
@@ -483,13 +475,13 @@ class FleetMonitor:
             for each in snapshot.streams
         )
         snapshot = replace(snapshot, streams=streams)
-        views, shown = views_by_worker(snapshot, owners), set[str]()
+        views = views_by_worker(snapshot, owners)
         problems = (self._foreign, *done.observed.unanswered.values())
         return FleetStatus(
             fleet=self.fleet,
             snapshot=snapshot,
             history=done.history,
-            workers=tuple(_worker_status(case, views.get(case.worker.name), shown) for case in cases),
+            workers=tuple(_worker_status(case, views.get(case.worker.name)) for case in cases),
             actions=lines,
             problems=tuple(problem.line() for problem in problems if problem is not None),
             refusal=_refusal(done.observed),
@@ -503,21 +495,19 @@ class FleetMonitor:
         self.lease.release()
 
 
-def _worker_status(case: WorkerCase, view: StreamView | None, shown: set[str]) -> WorkerStatus:
-    """Return the row of a worker. ``shown`` contains the zones whose quota message an earlier row has."""
+def _worker_status(case: WorkerCase, view: StreamView | None) -> WorkerStatus:
     past, worker = case.past, case.worker
-    note = partial(_note, case, shown=shown)
     node = min(case.nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
     if node is None:  # The state is not known if the zone did not answer.
         state = NodeState.UNKNOWN if case.silent_zones else NodeState.NOT_FOUND
-        return WorkerStatus(worker, past.zone, state, view, past, past.finished, True, note(None))
+        return WorkerStatus(worker, past.zone, state, view, past, past.finished, True, _note(case, None))
     heard = node.state.life is Life.ALIVE and case.beat(node) is not None
     sick = bool(case.pulse.crash_loop or reason_to_replace(case, node)) or node.state.life is Life.LEAVING
     healthy = past.finished or (heard and not sick)
-    return WorkerStatus(worker, node.zone, node.state, view, past, healthy, sick, note(node))
+    return WorkerStatus(worker, node.zone, node.state, view, past, healthy, sick, _note(case, node))
 
 
-def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
+def _note(case: WorkerCase, node: Node | None) -> str:
     past = case.past
     if past.gave_up:
         return past.gave_up
@@ -526,11 +516,7 @@ def _note(case: WorkerCase, node: Node | None, shown: set[str]) -> str:
         if case.silent_zones:
             return f"{min(case.silent_zones)} does not answer"
         block = case.history.blocks.get(past.zone)
-        if block is None:
-            return past.note or before
-        first = past.zone not in shown
-        shown.add(past.zone)
-        return block.why if first else f"no quota in {past.zone}, as above"
+        return block.why if block is not None else past.note or before
     if node.state.life is Life.ALIVE and case.pulse.crash_loop and not past.finished:
         return case.pulse.crash_loop
     if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:

@@ -117,10 +117,9 @@ def test_all_that_a_fleet_removes_from_a_bucket_goes_through_the_one_piece() -> 
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr == "delete" and "folder" in ast.unparse(node.value):
                 found.add((path.name, ast.unparse(node)))
-    assert found == {("home.py", "self._folder.delete"), ("agent.py", "self._folder.delete")}
-    for name in ("home.py", "agent.py"):
-        text = (Path(spile.fleet.__file__).parent / name).read_text()
-        assert text.count("_folder.delete") == text.count("remove=self._folder.delete") == 1
+    assert found == {("home.py", "self._folder.delete")}
+    text = (Path(spile.fleet.__file__).parent / "home.py").read_text()
+    assert text.count("_folder.delete") == text.count("remove=self._folder.delete") == 1
 
 
 def test_monitors_whose_clocks_differ_by_hours_use_that_of_the_bucket(tmp_path: Path) -> None:

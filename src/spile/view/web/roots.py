@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spile.errors import SpileError, UserError
-from spile.fleet.home import FleetHome, read_log
+from spile.fleet.home import FleetHome
+from spile.fleet.logs import read_log
 from spile.objects import open_folder
 from spile.objects.folder import NotFound
 from spile.reading.dataset import Dataset
