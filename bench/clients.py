@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from spile.objects import Folder, open_folder
-from spile_fakes.gcs import loopback_context
+from spile_fakes.server import loopback_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]

@@ -253,9 +253,9 @@ class Simulation:
         """Machines of somebody else: one with a name that a worker would like, one of another fleet."""
         body = {"acceleratorType": "v3-8"}
         zone = self.rng.choice(self.fleet.zones)
-        self.cloud.create("p", zone, "theirs", {**body, "labels": {FLEET_LABEL: "other", WORKER_LABEL: "0"}}, "v2")
+        self.cloud.create(zone, "theirs", {**body, "labels": {FLEET_LABEL: "other", WORKER_LABEL: "0"}})
         if self.fleet.policy.move and len(self.fleet.zones) > 1 and self.rng.random() < 0.3:
-            self.cloud.create("p", zone, self.rng.choice(self.fleet.workers).name, {**body}, "v2")
+            self.cloud.create(zone, self.rng.choice(self.fleet.workers).name, {**body})
         self.foreign: dict[str, dict[str, Any]] = {}
         self.now += 61.0
         self.cloud.advance()
@@ -463,7 +463,7 @@ class Simulation:
     def _delete_itself(self, vm: Vm) -> None:
         words = vm.raw["name"].split("/")
         if any(raw["id"] == vm.raw["id"] and raw["state"] in LIVE for raw in self.cloud.nodes(words[3])):
-            self.cloud.delete(words[3], words[5], "v2")
+            self.cloud.delete(words[3], words[5])
 
     def _mischief(self) -> None:
         rng, cloud = self.rng, self.cloud

@@ -8,7 +8,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -64,36 +64,8 @@ class CloudTimes:
     queue: float = 0.5
 
 
-@dataclass
-class CloudOperation:
-    """A long-running operation."""
-
-    zone: str
-    name: str
-    verb: str
-    target: str
-    version: str
-    created: float
-    ended: float | None = None
-    error: dict[str, Any] | None = None
-    response: dict[str, Any] | None = None
-
-
-@dataclass(order=True)
-class _Event:
-    due: float
-    number: int
-    act: Callable[[], None] = field(compare=False)
-
-
-def stamp(moment: float) -> str:
-    """Return a time in the API's format."""
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
-
-
-def region(zone: str) -> str:
-    """Return ``us-central1`` for ``us-central1-a``."""
-    return zone.rpartition("-")[0]
+_GOOGLE = "type.googleapis.com/google"
+_PROJECT = "projects/fake-project"
 
 
 class Cloud:
@@ -119,84 +91,63 @@ class Cloud:
         self._on_start, self._on_stop = on_start, on_stop
         # Ids are unique across clouds, as in the real one: the processes of a VM are found and killed by its id.
         self._first_id = 7_000_000_000_000_000_000 + secrets.randbelow(10**11) * 10**6
-        self.machines: dict[tuple[str, str], dict[str, Any]] = {}
-        self._operations: dict[str, CloudOperation] = {}
-        self._events: list[_Event] = []
+        self._nodes: dict[tuple[str, str], dict[str, Any]] = {}
+        self._queued: dict[tuple[str, str], dict[str, Any]] = {}
+        self._operations: dict[tuple[str, str], dict[str, Any]] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count(1)
-        self.queue = Queue(self)
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- time and operations ----------------------------------------------------------------------------------------
 
-    def now(self) -> str:
+    def _now(self) -> str:
         """Return the current time in the API's format."""
-        return stamp(self.clock())
+        return datetime.fromtimestamp(self.clock(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%f") + "000Z"
 
     def advance(self) -> None:
         """Run all events that are due."""
         with self.lock:
-            while self._events and self._events[0].due <= self.clock():
-                heapq.heappop(self._events).act()
+            while self._events and self._events[0][0] <= self.clock():
+                heapq.heappop(self._events)[2]()
 
-    def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Schedule an event after ``seconds``."""
-        heapq.heappush(self._events, _Event(self.clock() + seconds, next(self._numbers), act))
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock() + seconds, next(self._numbers), act))
 
-    # -- operations -------------------------------------------------------------------------------------------------
-
-    def begin(self, zone: str, verb: str, target: str, version: str) -> CloudOperation:
-        """Return a new pending operation."""
+    def _begin(self, zone: str, verb: str, target: str) -> dict[str, Any]:
+        """Return a new pending operation; it has no ``done`` until it ends."""
         name = f"operation-{next(self._numbers):08d}"
-        operation = CloudOperation(zone, name, verb, target, version, self.clock())
-        self._operations[name] = operation
-        return operation
-
-    def end(self, operation: CloudOperation, *, error: dict[str, Any] | None = None, response: Any = None) -> None:
-        """Mark an operation as done or failed."""
-        operation.ended = self.clock()
-        operation.error = error
-        operation.response = copy.deepcopy(response)
-
-    def show_operation(self, project: str, operation: CloudOperation) -> dict[str, Any]:
-        """Return the operation as JSON; ``done`` is absent while it is pending."""
-        shown: dict[str, Any] = {
-            "name": f"projects/{project}/locations/{operation.zone}/operations/{operation.name}",
+        operation = self._operations[zone, name] = {
+            "name": f"{_PROJECT}/locations/{zone}/operations/{name}",
             "metadata": {
-                "@type": "type.googleapis.com/google.cloud.common.OperationMetadata",
-                "createTime": stamp(operation.created),
-                "target": operation.target,
-                "verb": operation.verb,
+                "@type": f"{_GOOGLE}.cloud.common.OperationMetadata",
+                "createTime": self._now(),
+                "target": target,
+                "verb": verb,
                 "cancelRequested": False,
-                "apiVersion": operation.version,
+                "apiVersion": "v2",
             },
         }
-        if operation.ended is not None:
-            shown["done"] = True
-            shown["metadata"]["endTime"] = stamp(operation.ended)
-            if operation.error:
-                shown["error"] = operation.error
-            else:
-                shown["response"] = operation.response
-        return shown
+        return operation
 
-    def operation(self, zone: str, name: str) -> CloudOperation:
-        """Return one operation, or raise a 404."""
-        found = self._operations.get(name)
-        if found is None or found.zone != zone:
-            raise ApiError(404, f"Resource 'operations/{name}' was not found")
-        return found
+    def _end(self, operation: dict[str, Any], kind: str = "protobuf.Empty", **response: Any) -> dict[str, Any]:
+        operation["metadata"]["endTime"] = self._now()
+        operation |= {"done": True, "response": {"@type": f"{_GOOGLE}.{kind}", **copy.deepcopy(response)}}
+        return operation
+
+    def _fail(self, operation: dict[str, Any], code: int, message: str) -> None:
+        operation["metadata"]["endTime"] = self._now()
+        operation |= {"done": True, "error": {"code": code, "message": message}}
+
+    def operation(self, zone: str, name: str) -> dict[str, Any]:
+        return _found(self._operations, zone, name, "operations")
 
     # -- nodes ------------------------------------------------------------------------------------------------------
 
     def nodes(self, zone: str) -> list[dict[str, Any]]:
         """Return the nodes of a zone; ``-`` means every zone."""
-        return [raw for (place, _), raw in sorted(self.machines.items()) if zone in ("-", place)]
+        return [raw for (place, _), raw in sorted(self._nodes.items()) if zone in ("-", place)]
 
     def node(self, zone: str, name: str) -> dict[str, Any]:
-        """Return one node, or raise a 404."""
-        try:
-            return self.machines[zone, name]
-        except KeyError:
-            raise ApiError(404, f"Resource 'nodes/{name}' was not found in {zone}") from None
+        return _found(self._nodes, zone, name, "nodes")
 
     def check_place(self, zone: str, kind: str | None = None) -> None:
         """Refuse an unknown zone or machine type as the real API does."""
@@ -205,30 +156,23 @@ class Cloud:
         if kind is not None and kind not in TYPES:
             raise ApiError(400, f'Accelerator type "{kind}" not found in zone {zone}.')
 
-    def _check_quota(self, zone: str, more: int = 1) -> None:
-        limit = self.quota.get(zone, self.quota.get(region(zone)))
-        held = sum(1 for place, _ in self.machines if region(place) == region(zone))
-        if zone in self.quota:
-            held = sum(1 for place, _ in self.machines if place == zone)
-        if limit is not None and held + more > limit:
-            name = "TPUPreemptiblePerProjectPerZoneForTPUAPI"
-            raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in region {region(zone)}.")
+    def _check_quota(self, zone: str) -> None:
+        limit = self.quota.get(zone)
+        if limit is not None and len(self.nodes(zone)) >= limit:
+            name, region = "TPUPreemptiblePerProjectPerZoneForTPUAPI", zone.rpartition("-")[0]
+            raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in region {region}.")
 
-    def _stockout(self, zone: str, kind: str) -> dict[str, Any]:
-        text = f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes'
-        return {"code": 8, "message": f"{text} are available (accelerator type {kind})."}
-
-    def new_node(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> dict[str, Any]:
+    def _new_node(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return a node that is being created."""
         number = next(self._numbers)
         raw = copy.deepcopy(body)
-        raw.setdefault("networkConfig", {}).setdefault("network", f"projects/{project}/global/networks/default")
+        raw.setdefault("networkConfig", {}).setdefault("network", f"{_PROJECT}/global/networks/default")
         raw.update(
-            name=f"projects/{project}/locations/{zone}/nodes/{name}",
+            name=f"{_PROJECT}/locations/{zone}/nodes/{name}",
             id=str(self._first_id + number),
             state="CREATING",
-            createTime=self.now(),
-            apiVersion=version.upper(),
+            createTime=self._now(),
+            apiVersion="V2",
             # Loopback addresses let hosts that are local processes reach each other, and let an sshd listen there.
             networkEndpoints=[
                 {
@@ -239,72 +183,67 @@ class Cloud:
                 for host in range(parse_machine(raw["acceleratorType"]).hosts)
             ],
         )
-        self.machines[zone, name] = raw
+        self._nodes[zone, name] = raw
         return raw
 
-    def became_ready(self, raw: dict[str, Any]) -> None:
-        """Boot the machine."""
+    def _boot(self, raw: dict[str, Any]) -> None:
         raw.update(state="READY", health="HEALTHY")
         self._on_start(raw)
 
-    def create(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> CloudOperation:
+    def create(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Request a node. A stockout appears only when the operation fails, and leaves nothing behind."""
-        kind = body.get("acceleratorType") or "v2-8"
-        body["acceleratorType"] = kind
+        kind = body.setdefault("acceleratorType", "v2-8")
         self.check_place(zone, kind)
         if not name:
             raise ApiError(400, "Node ID must be specified.")
-        if (zone, name) in self.machines:
-            raise ApiError(409, f"Resource 'projects/{project}/locations/{zone}/nodes/{name}' already exists")
+        if (zone, name) in self._nodes:
+            raise ApiError(409, f"Resource '{_PROJECT}/locations/{zone}/nodes/{name}' already exists")
         self._check_quota(zone)
-        raw = self.new_node(project, zone, name, body, version)
-        operation = self.begin(zone, "create", raw["name"], version)
+        raw = self._new_node(zone, name, body)
+        operation = self._begin(zone, "create", raw["name"])
 
         def act() -> None:
-            if self.machines.get((zone, name)) is not raw or raw["state"] != "CREATING":
-                self.end(operation, error={"code": 10, "message": "The node was deleted while it was created."})
+            if self._nodes.get((zone, name)) is not raw or raw["state"] != "CREATING":
+                self._fail(operation, 10, "The node was deleted while it was created.")
             elif zone in self.dry:
-                del self.machines[zone, name]
-                self.end(operation, error=self._stockout(zone, kind))
+                del self._nodes[zone, name]
+                text = f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU'
+                self._fail(operation, 8, f"{text} Nodes are available (accelerator type {kind}).")
             else:
-                self.became_ready(raw)
-                node_type = f"type.googleapis.com/google.cloud.tpu.{version}.Node"
-                self.end(operation, response={"@type": node_type, **raw})
+                self._boot(raw)
+                self._end(operation, _NODE, **raw)
 
-        self.later(self.pace.create, act)
+        self._later(self.pace.create, act)
         return operation
 
-    def delete(self, zone: str, name: str, version: str) -> CloudOperation:
+    def delete(self, zone: str, name: str) -> dict[str, Any]:
         """Request the deletion of a node; its processes end at once."""
         raw = self.node(zone, name)
-        operation = self.begin(zone, "delete", raw["name"], version)
-        self.remove(raw)
+        operation = self._begin(zone, "delete", raw["name"])
+        self._stop(raw)
 
         def act() -> None:
-            if self.machines.get((zone, name)) is raw:
-                del self.machines[zone, name]
-                self.queue.after_loss(zone, raw)
-            self.end(operation, response={"@type": "type.googleapis.com/google.protobuf.Empty"})
+            if self._nodes.get((zone, name)) is raw:
+                del self._nodes[zone, name]
+                self._suspend(zone, raw)
+            self._end(operation)
 
-        self.later(self.pace.delete, act)
+        self._later(self.pace.delete, act)
         return operation
 
-    def remove(self, raw: dict[str, Any]) -> None:
-        """Remove the machine; its processes end at once."""
+    def _stop(self, raw: dict[str, Any]) -> None:
         if raw["state"] != "DELETING":
             raw["state"] = "DELETING"
             self._on_stop(raw, 0.0)
 
-    def change(self, zone: str, name: str, body: dict[str, Any], mask: str, version: str) -> CloudOperation:
+    def change(self, zone: str, name: str, body: dict[str, Any], mask: str) -> dict[str, Any]:
         """Replace the fields that the mask names."""
         raw = self.node(zone, name)
         for key in mask.split(","):
             if key not in ("labels", "metadata", "tags", "description"):
                 raise ApiError(400, f"Invalid update mask: {key}")
             raw[key] = copy.deepcopy(body.get(key, {}))
-        operation = self.begin(zone, "update", raw["name"], version)
-        self.end(operation, response={"@type": f"type.googleapis.com/google.cloud.tpu.{version}.Node", **raw})
-        return operation
+        return self._end(self._begin(zone, "update", raw["name"]), _NODE, **raw)
 
     def preempt(self, zone: str, name: str, *, notice: float = 0.0, state: str = "PREEMPTED") -> None:
         """Preempt a machine. It stays listed and holds quota until it is deleted."""
@@ -314,116 +253,105 @@ class Cloud:
                 raise ApiError(400, f"{name} is {raw['state']}, not READY")
             raw["state"] = state
             self._on_stop(raw, notice)
-            self.queue.after_loss(zone, raw)
+            self._suspend(zone, raw)
 
-
-class Queue:
-    """The queued resources of one cloud."""
-
-    def __init__(self, cloud: Cloud) -> None:
-        self._cloud = cloud
-        self._queued: dict[tuple[str, str], dict[str, Any]] = {}
+    # -- queued resources -------------------------------------------------------------------------------------------
 
     def queued(self, zone: str) -> list[dict[str, Any]]:
         """Return the queued resources of a zone; ``-`` means every zone."""
         return [raw for (place, _), raw in sorted(self._queued.items()) if zone in ("-", place)]
 
     def queued_one(self, zone: str, name: str) -> dict[str, Any]:
-        """Return one queued resource, or raise a 404."""
-        try:
-            return self._queued[zone, name]
-        except KeyError:
-            raise ApiError(404, f"Resource 'queuedResources/{name}' was not found in {zone}") from None
+        return _found(self._queued, zone, name, "queuedResources")
 
-    def enqueue(self, project: str, zone: str, name: str, body: dict[str, Any], version: str) -> CloudOperation:
+    def enqueue(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Request a queued resource: ACCEPTED, then its nodes when there is capacity, then ACTIVE."""
-        self._cloud.check_place(zone)
         if (zone, name) in self._queued:
-            raise ApiError(409, f"Resource 'projects/{project}/locations/{zone}/queuedResources/{name}' already exists")
+            raise ApiError(409, f"Resource '{_PROJECT}/locations/{zone}/queuedResources/{name}' already exists")
         specs = body.get("tpu", {}).get("nodeSpec", [])
         if not specs:
             raise ApiError(400, "At least one node spec must be given.")
         for spec in specs:
-            self._cloud.check_place(zone, spec.get("node", {}).get("acceleratorType"))
-        raw = {**copy.deepcopy(body), "name": f"projects/{project}/locations/{zone}/queuedResources/{name}"}
-        raw.update(createTime=self._cloud.now(), state={"state": "ACCEPTED", "stateInitiator": "SERVICE"})
+            self.check_place(zone, spec.get("node", {}).get("acceleratorType"))
+        raw = {**copy.deepcopy(body), "name": f"{_PROJECT}/locations/{zone}/queuedResources/{name}"}
+        raw.update(createTime=self._now(), state={"state": "ACCEPTED"})
         self._queued[zone, name] = raw
-        operation = self._cloud.begin(zone, "create", raw["name"], version)
-        shown = {"@type": f"type.googleapis.com/google.cloud.tpu.{version}.QueuedResource", **raw}
-        self._cloud.end(operation, response=shown)
-        self._cloud.later(self._cloud.pace.queue, lambda: self._provision(project, zone, name, raw, version))
-        return operation
+        self._later(self.pace.queue, lambda: self._provision(zone, name, raw))
+        return self._end(self._begin(zone, "create", raw["name"]), _QUEUED, **raw)
 
-    def _provision(self, project: str, zone: str, name: str, raw: dict[str, Any], version: str) -> None:
+    def _provision(self, zone: str, name: str, raw: dict[str, Any]) -> None:
         if self._queued.get((zone, name)) is not raw or raw["state"]["state"] == "DELETING":
             return
-        if zone in self._cloud.dry:
-            raw["state"] = {"state": "WAITING_FOR_RESOURCES", "stateInitiator": "SERVICE"}
-            self._cloud.later(self._cloud.pace.queue, lambda: self._provision(project, zone, name, raw, version))
+        if zone in self.dry:
+            raw["state"] = {"state": "WAITING_FOR_RESOURCES"}
+            self._later(self.pace.queue, lambda: self._provision(zone, name, raw))
             return
-        taken = [node for _, node in self._node_names(name, raw) if (zone, node) in self._cloud.machines]
+        names = _node_names(name, raw)
+        taken = [node for _, node in names if (zone, node) in self._nodes]
         if taken:
             error = {"code": 6, "message": f"Node {taken[0]} already exists"}
-            raw["state"] = {"state": "FAILED", "stateInitiator": "SERVICE", "failedData": {"error": error}}
+            raw["state"] = {"state": "FAILED", "failedData": {"error": error}}
             return
-        raw["state"] = {"state": "PROVISIONING", "stateInitiator": "SERVICE"}
-        made = []
-        for spec, node_name in self._node_names(name, raw):
-            body = copy.deepcopy(spec.get("node", {}))
-            body["queuedResource"] = raw["name"]
-            body["schedulingConfig"] = {"spot": True} if {"spot", "bestEffort"} & set(raw) else {}
-            made.append(self._cloud.new_node(project, zone, node_name, body, version))
-        self._cloud.later(self._cloud.pace.create, lambda: self._activate(zone, name, raw, made))
-
-    def _node_names(self, name: str, raw: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-        found: list[tuple[dict[str, Any], str]] = []
-        for spec in raw["tpu"]["nodeSpec"]:
-            many = spec.get("multisliceParams") or spec.get("multiNodeParams")
-            if many:
-                prefix = many.get("nodeIdPrefix") or name
-                found.extend((spec, f"{prefix}-{number}") for number in range(int(many["nodeCount"])))
-            else:
-                found.append((spec, spec.get("nodeId") or name))
-        return found
+        raw["state"] = {"state": "PROVISIONING"}
+        scheduling = {"spot": True} if {"spot", "bestEffort"} & set(raw) else {}
+        more = {"queuedResource": raw["name"], "schedulingConfig": scheduling}
+        made = [self._new_node(zone, node, {**spec.get("node", {}), **more}) for spec, node in names]
+        self._later(self.pace.create, lambda: self._activate(zone, name, raw, made))
 
     def _activate(self, zone: str, name: str, raw: dict[str, Any], made: list[dict[str, Any]]) -> None:
         if self._queued.get((zone, name)) is not raw or raw["state"]["state"] != "PROVISIONING":
             return
         for node in made:
             if node["state"] == "CREATING":
-                self._cloud.became_ready(node)
-        raw["state"] = {"state": "ACTIVE", "stateInitiator": "SERVICE"}
+                self._boot(node)
+        raw["state"] = {"state": "ACTIVE"}
 
-    def after_loss(self, zone: str, node: dict[str, Any]) -> None:
-        """Suspend a queued resource for good after it has lost a node."""
+    def _suspend(self, zone: str, node: dict[str, Any]) -> None:
+        """Suspend the queued resource of a lost node for good."""
         owner = str(node.get("queuedResource", "")).rpartition("/")[2]
         raw = self._queued.get((zone, owner))
         if raw is not None and raw["state"]["state"] != "DELETING":
-            raw["state"] = {"state": "SUSPENDED", "stateInitiator": "SERVICE"}
+            raw["state"] = {"state": "SUSPENDED"}
 
-    def dequeue(self, zone: str, name: str, force: bool, version: str) -> CloudOperation:
+    def dequeue(self, zone: str, name: str, *, force: bool) -> dict[str, Any]:
         """Delete a queued resource; without ``force`` only if its nodes are gone."""
         raw = self.queued_one(zone, name)
-        owned = [
-            node
-            for (place, _), node in self._cloud.machines.items()
-            if place == zone and node.get("queuedResource") == raw["name"]
-        ]
+        owned = [node for node in self.nodes(zone) if node.get("queuedResource") == raw["name"]]
         if owned and not force:
             raise ApiError(400, f"Queued resource {name} still has nodes: delete them first, or use force.")
-        raw["state"] = {"state": "DELETING", "stateInitiator": "USER"}
+        raw["state"] = {"state": "DELETING"}
         for node in owned:
-            self._cloud.remove(node)
-        operation = self._cloud.begin(zone, "delete", raw["name"], version)
-        shown = {"@type": "type.googleapis.com/google.protobuf.Empty"}
-        if version == "v2alpha1":
-            shown = {"@type": f"type.googleapis.com/google.cloud.tpu.{version}.QueuedResource", **raw}
+            self._stop(node)
+        operation = self._begin(zone, "delete", raw["name"])
 
         def act() -> None:
             for node in owned:
-                self._cloud.machines.pop((zone, node["name"].rpartition("/")[2]), None)
+                self._nodes.pop((zone, node["name"].rpartition("/")[2]), None)
             self._queued.pop((zone, name), None)
-            self._cloud.end(operation, response=shown)
+            self._end(operation)
 
-        self._cloud.later(self._cloud.pace.delete, act)
+        self._later(self.pace.delete, act)
         return operation
+
+
+_NODE, _QUEUED = "cloud.tpu.v2.Node", "cloud.tpu.v2.QueuedResource"
+
+
+def _found(items: dict[tuple[str, str], dict[str, Any]], zone: str, name: str, kind: str) -> dict[str, Any]:
+    try:
+        return items[zone, name]
+    except KeyError:
+        raise ApiError(404, f"Resource '{kind}/{name}' was not found in {zone}") from None
+
+
+def _node_names(name: str, raw: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return the specification and the name of each node of a queued resource."""
+    found: list[tuple[dict[str, Any], str]] = []
+    for spec in raw["tpu"]["nodeSpec"]:
+        many = spec.get("multisliceParams") or spec.get("multiNodeParams")
+        if many:
+            prefix = many.get("nodeIdPrefix") or name
+            found.extend((spec, f"{prefix}-{number}") for number in range(int(many["nodeCount"])))
+        else:
+            found.append((spec, spec.get("nodeId") or name))
+    return found

@@ -13,27 +13,25 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, Self
+from urllib.parse import unquote
 
 from spile_fakes.cloud import TYPES, ZONES, ApiError, Cloud, CloudTimes
 from spile_fakes.cloud_vms import Vms
+from spile_fakes.server import FakeReply, FaultyServer, Request
 
 _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e")
-_PATH = re.compile(
-    r"^/(v2|v2alpha1)/projects/([^/]+)(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$"
-)
+_PATH = re.compile(r"^/(v2|v2alpha1)/projects/[^/]+(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$")
 _PERMISSIONS = re.compile(r"^/v1/projects/[^:]+:testIamPermissions$")
 _QUOTAS = re.compile(r"^/v1/projects/[^/]+/locations/global/services/tpu\.googleapis\.com/quotaInfos$")
 _COMPUTE = re.compile(r"^/compute/v1/projects/([^/]+)(?:/zones/([^/]+))?$")
 
 
-class Lost(Exception):
+class Lost(ConnectionError):
     """The request was carried out, but its reply must not arrive."""
 
 
@@ -83,90 +81,63 @@ class Api:
             raise Lost
 
     def _route(self, method: str, path: str, params: Mapping[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        compute = _COMPUTE.match(path)
-        if compute:
+        cloud = self.cloud
+        if compute := _COMPUTE.match(path):
             return _compute(compute.group(1), compute.group(2))
         if _PERMISSIONS.match(path):
-            return {"permissions": [each for each in body["permissions"] if each not in self.cloud.refused]}
+            return {"permissions": [each for each in body["permissions"] if each not in cloud.refused]}
         if _QUOTAS.match(path):
-            return _page("quotaInfos", self.cloud.quota_infos, params)
-        match = _PATH.match(path)
-        if match is None:
-            raise ApiError(404, f"The requested URL {path} was not found on this server.")
-        version, project, zone, kind, name, verb = match.groups()
-        if zone is None:
-            return {"locations": [_location(project, each) for each in ZONES]}
-        if zone != "-":
-            self.cloud.check_place(zone)
-        if kind is None:
-            return {"email": f"service-1@cloud-tpu.{project}"} if verb else _location(project, zone)
-        handlers: dict[str, Callable[..., dict[str, Any]]] = {
-            "nodes": self._nodes,
-            "queuedResources": self._queued,
-            "operations": self._operations,
-            "acceleratorTypes": self._fixed("acceleratorTypes", "type", TYPES),
-            "runtimeVersions": self._fixed("runtimeVersions", "version", _RUNTIMES),
-        }
-        if kind not in handlers:
-            raise ApiError(404, f"The requested URL {path} was not found on this server.")
-        return handlers[kind](_ApiCall(method, version, project, zone, name, verb, params, body))
-
-    def _nodes(self, call: _ApiCall) -> dict[str, Any]:
-        cloud, zone = self.cloud, call.zone
-        if call.name is None:
-            if call.method == "POST":
-                made = cloud.create(call.project, zone, call.params.get("nodeId", ""), call.body, call.version)
-                return cloud.show_operation(call.project, made)
-            return _page("nodes", cloud.nodes(zone), call.params)
-        if call.verb == "getGuestAttributes":
-            return {"guestAttributes": []}
-        if call.method == "DELETE":
-            return cloud.show_operation(call.project, cloud.delete(zone, call.name, call.version))
-        if call.method == "PATCH":
-            mask = call.params.get("updateMask", "")
-            return cloud.show_operation(call.project, cloud.change(zone, call.name, call.body, mask, call.version))
-        return cloud.node(zone, call.name)
-
-    def _queued(self, call: _ApiCall) -> dict[str, Any]:
-        cloud, zone = self.cloud, call.zone
-        if call.name is None:
-            if call.method == "POST":
-                name = call.params.get("queuedResourceId", "")
-                if "bestEffort" in call.body and call.version == "v2":
+            return _page("quotaInfos", cloud.quota_infos, params)
+        missing = ApiError(404, f"The requested URL {path} was not found on this server.")
+        found = _PATH.match(path)
+        if found is None:
+            raise missing
+        version, zone, kind, name, verb = found.groups("")
+        if zone not in ("", "-"):
+            cloud.check_place(zone)
+        match method, kind, name:
+            case _, "", _ if not zone:
+                return {"locations": [_location(each) for each in ZONES]}
+            case _, "", _:
+                return {"email": "service-1@cloud-tpu.fake-project"} if verb else _location(zone)
+            case "GET", "nodes", "":
+                return _page("nodes", cloud.nodes(zone), params)
+            case "POST", "nodes", "":
+                return cloud.create(zone, params.get("nodeId", ""), body)
+            case _, "nodes", _ if verb == "getGuestAttributes":
+                return {"guestAttributes": []}
+            case "GET", "nodes", _:
+                return cloud.node(zone, name)
+            case "DELETE", "nodes", _:
+                return cloud.delete(zone, name)
+            case "PATCH", "nodes", _:
+                return cloud.change(zone, name, body, params.get("updateMask", ""))
+            case "GET", "queuedResources", "":
+                return _page("queuedResources", cloud.queued(zone), params)
+            case "POST", "queuedResources", "":
+                if "bestEffort" in body and version == "v2":
                     raise ApiError(400, 'Invalid JSON payload received. Unknown name "bestEffort".')
-                made = cloud.queue.enqueue(call.project, zone, name, call.body, call.version)
-                return cloud.show_operation(call.project, made)
-            return _page("queuedResources", cloud.queue.queued(zone), call.params)
-        if call.method == "DELETE":
-            force = call.params.get("force", "").lower() == "true"
-            return cloud.show_operation(call.project, cloud.queue.dequeue(zone, call.name, force, call.version))
-        return cloud.queue.queued_one(zone, call.name)
-
-    def _operations(self, call: _ApiCall) -> dict[str, Any]:
-        return self.cloud.show_operation(call.project, self.cloud.operation(call.zone, call.name or ""))
-
-    def _fixed(self, kind: str, field_name: str, values: tuple[str, ...]) -> Callable[[_ApiCall], dict[str, Any]]:
-        def answer(call: _ApiCall) -> dict[str, Any]:
-            base = f"projects/{call.project}/locations/{call.zone}/{kind}"
-            if call.name is None:
-                return {kind: [{"name": f"{base}/{value}", field_name: value} for value in values]}
-            if call.name not in values:
-                raise ApiError(404, f"Resource '{kind}/{call.name}' was not found")
-            return {"name": f"{base}/{call.name}", field_name: call.name}
-
-        return answer
+                return cloud.enqueue(zone, params.get("queuedResourceId", ""), body)
+            case "GET", "queuedResources", _:
+                return cloud.queued_one(zone, name)
+            case "DELETE", "queuedResources", _:
+                return cloud.dequeue(zone, name, force=params.get("force", "").lower() == "true")
+            case "GET", "operations", _:
+                return cloud.operation(zone, name)
+            case "GET", "acceleratorTypes" | "runtimeVersions", _:
+                return _fixed(zone, kind, name)
+        raise missing
 
 
-@dataclass(frozen=True)
-class _ApiCall:
-    method: str
-    version: str
-    project: str
-    zone: str
-    name: str | None
-    verb: str | None
-    params: Mapping[str, str]
-    body: dict[str, Any]
+def _fixed(zone: str, kind: str, name: str) -> dict[str, Any]:
+    """Return the machine types or software versions of a zone, or one of them."""
+    key, values = ("type", TYPES) if kind == "acceleratorTypes" else ("version", _RUNTIMES)
+    shown = [{"name": f"{_location(zone)['name']}/{kind}/{value}", key: value} for value in values]
+    if not name:
+        return {kind: shown}
+    if name not in values:
+        raise ApiError(404, f"Resource '{kind}/{name}' was not found")
+    return shown[values.index(name)]
 
 
 def _page(key: str, items: list[dict[str, Any]], params: Mapping[str, str]) -> dict[str, Any]:
@@ -176,8 +147,8 @@ def _page(key: str, items: list[dict[str, Any]], params: Mapping[str, str]) -> d
     return {key: items[start : start + size], **more} if items else {}
 
 
-def _location(project: str, zone: str) -> dict[str, Any]:
-    return {"name": f"projects/{project}/locations/{zone}", "locationId": zone}
+def _location(zone: str) -> dict[str, Any]:
+    return {"name": f"projects/fake-project/locations/{zone}", "locationId": zone}
 
 
 def _compute(project: str, zone: str | None) -> dict[str, Any]:
@@ -201,11 +172,10 @@ class ShiftedClock:
         self.shift = 0.0
 
     def __call__(self) -> float:
-        """Return the current time."""
         return time.time() + self.shift
 
 
-class FakeCloud:
+class FakeCloud(FaultyServer):
     """A server on a loopback port. Use it as a context manager; its machines end with it."""
 
     def __init__(
@@ -216,25 +186,18 @@ class FakeCloud:
         pace: CloudTimes | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__(port)
+        self.port = int(self.server_address[1])
         self.clock = ShiftedClock()
-        self.vms = Vms(folder, environment)
+        self.vms = Vms(folder, f"127.0.0.1:{self.port}", environment)
         self.cloud = Cloud(self.clock, pace=pace, on_start=self.vms.start, on_stop=self.vms.stop)
         self.api = Api(self.cloud)
-        handler = type("Handler", (_Handler,), {"fake": self})
-        self._server = _HttpServer(("127.0.0.1", port), handler)
-        self.port = int(self._server.server_address[1])
-        self.vms.address = f"127.0.0.1:{self.port}"
-        self._ticking = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True),
-            # Machines become ready even if no request arrives.
-            threading.Thread(target=self._tick, daemon=True),
-        ]
+        # Machines become ready even if no request arrives.
+        self._ticking = threading.Thread(target=self._tick, daemon=True)
 
     @property
     def url(self) -> str:
-        """The URL of the server."""
-        return f"http://127.0.0.1:{self.port}/"
+        return f"{super().url}/"
 
     def environment(self) -> dict[str, str]:
         """Return the variables that point spile, gcloud and the Google libraries to this server."""
@@ -247,30 +210,35 @@ class FakeCloud:
             "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
         }
 
-    def start(self) -> FakeCloud:
-        """Start to serve."""
-        for thread in self._threads:
-            thread.start()
-        return self
+    def __enter__(self) -> Self:
+        self._ticking.start()
+        return super().__enter__()
 
-    def close(self) -> None:
-        """Stop serving and end every machine."""
-        self._ticking.set()
-        self._server.shutdown()
-        self._server.server_close()
-        for thread in self._threads:
-            thread.join()
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._ticking.join()
         self.vms.close()
 
-    def __enter__(self) -> FakeCloud:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _tick(self) -> None:
-        while not self._ticking.wait(0.05):
+        while not self.stopping.wait(0.05):
             self.cloud.advance()
+
+    def answer(self, request: Request) -> FakeReply:
+        path, host = unquote(request.path), request.headers.get("host", "").partition(":")[0]
+        # A request of a web page, which could start processes here, has an Origin or another Host.
+        if host not in ("127.0.0.1", "localhost", "metadata.google.internal") or "origin" in request.headers:
+            return _json({"error": {"code": 403, "message": "not this cloud"}}, 403)
+        try:
+            if path.startswith("/vm/"):
+                with self.api.faulty(request.method, path):
+                    return FakeReply(200, self.metadata(path[4:]).encode(), {"Metadata-Flavor": "Google"})
+            body = json.loads(request.body) if request.body else {}
+            if path.startswith("/admin/"):
+                return _json(self.admin(path.removeprefix("/admin/"), body))
+            with self.cloud.lock:  # The answer is the state itself, which must not change while it is written.
+                return _json(self.api.handle(request.method, path, request.query, body))
+        except ApiError as error:
+            return _json(error.body(), error.status)
 
     # -- admin ------------------------------------------------------------------------------------------------------
 
@@ -331,61 +299,8 @@ class FakeCloud:
         return str(fixed[key])
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect, as a killed machine does; show every other error."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    fake: FakeCloud
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Log nothing."""
-
-    def _answer(self) -> None:
-        if not self._is_from_here():
-            self._reply(403, b'{"error": {"code": 403, "message": "not this cloud"}}')
-            return
-        split = urlsplit(self.path)
-        path = unquote(split.path)
-        length = int(self.headers.get("Content-Length") or 0)
-        data = self.rfile.read(length) if length else b""
-        try:
-            if path.startswith("/vm/"):
-                with self.fake.api.faulty(self.command, path):
-                    value = self.fake.metadata(path[4:])
-                self._reply(200, value.encode(), "application/text")
-                return
-            body = json.loads(data) if data else {}
-            if path.startswith("/admin/"):
-                answer = self.fake.admin(path.removeprefix("/admin/"), body)
-            else:
-                answer = self.fake.api.handle(self.command, path, dict(parse_qsl(split.query)), body)
-            self._reply(200, json.dumps(answer).encode())
-        except ApiError as error:
-            self._reply(error.status, json.dumps(error.body()).encode())
-        except Lost:
-            self.close_connection = True
-
-    def _is_from_here(self) -> bool:
-        """Return whether the request does not come from a web page, which would have an Origin or another Host."""
-        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host", "")
-        return host in ("127.0.0.1", "localhost", "metadata.google.internal") and self.headers.get("Origin") is None
-
-    do_GET = do_POST = do_DELETE = do_PATCH = do_PUT = _answer  # noqa: N815
-
-    def _reply(self, status: int, body: bytes, kind: str = "application/json; charset=UTF-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Metadata-Flavor", "Google")
-        self.end_headers()
-        self.wfile.write(body)
+def _json(value: dict[str, Any], status: int = 200) -> FakeReply:
+    return FakeReply(status, json.dumps(value).encode(), {"Content-Type": "application/json; charset=UTF-8"})
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -71,11 +71,10 @@ def _alive(entry: Path) -> bool:
 class Vms:
     """The machines of one fake cloud."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, address: str, environment: Mapping[str, str] | None = None) -> None:
+        """Create the folder of the machines; ``address`` is that of the fake cloud, ``127.0.0.1:PORT``."""
+        self.folder, self._address = folder, address
         self.environment = dict(environment or {})
-        self.address = ""
-        """The address of the fake cloud, ``127.0.0.1:PORT``; empty until it serves."""
         self._children: dict[str, list[subprocess.Popen[bytes]]] = {}
         self._lock = threading.Lock()
         self._stubs = folder / "bin"
@@ -104,8 +103,8 @@ class Vms:
             "PATH": f"{self._stubs}:{os.environ.get('PATH', '/usr/bin:/bin')}",
             "LANG": "C.UTF-8",
             _MARK: raw["id"],
-            "GCE_METADATA_HOST": f"{self.address}/vm/{zone}/{name}/{host}",
-            "SPILE_TPU_ENDPOINT": f"http://{self.address}/",
+            "GCE_METADATA_HOST": f"{self._address}/vm/{zone}/{name}/{host}",
+            "SPILE_TPU_ENDPOINT": f"http://{self._address}/",
             "SPILE_UNIT_DIR": str(home / "units"),
             "SPILE_HOME": str(home / "spile"),
             # The Python of this machine replaces the one that the script would install.

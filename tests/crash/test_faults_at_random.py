@@ -9,7 +9,7 @@ from backends import Clouds
 from spile.errors import Damaged, StoreError
 from spile.objects import open_folder
 from spile.objects.retry import Retry
-from spile_fakes.buckets import random_faults
+from spile_fakes.server import random_faults
 from world import produce
 
 SAMPLES = 24

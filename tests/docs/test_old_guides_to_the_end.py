@@ -228,9 +228,7 @@ def runs_on_every_host(at: GuideWorld, old: OldLine) -> None:
     if SSHD is None or os.getuid() != 0:
         pytest.skip(WHY_NOT if SSHD is None else "only root may listen on port 22")
     for number in range(2):
-        at.world.cloud.cloud.create(
-            "fake-project", "us-central2-b", f"my-tpu-{number}", {"acceleratorType": "v4-8"}, "v2"
-        )
+        at.world.cloud.cloud.create("us-central2-b", f"my-tpu-{number}", {"acceleratorType": "v4-8"})
     until = time.monotonic() + 120
     while any(raw["state"] != "READY" for raw in at.world.cloud.cloud.nodes("-")) and time.monotonic() < until:
         time.sleep(0.05)

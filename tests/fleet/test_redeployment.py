@@ -291,7 +291,7 @@ def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: Wo
     name = "TPUV6EPreemptiblePerProjectPerZoneForTPUAPI"
     world.cloud.cloud.quota_infos = [quota_info(name, A, "16")]
     node = {"acceleratorType": "v6e-8", "schedulingConfig": {"preemptible": True}}
-    world.cloud.cloud.create("fake-project", A, "of-a-colleague", node, "v2")
+    world.cloud.cloud.create(A, "of-a-colleague", node)
     words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--tpu-type", "v6e-8")
     code, text = prompt(*words)
     assert (code, f"{A}: quota {name} is 16; the fleet needs 16\n" in text) == (0, True), text
@@ -363,7 +363,7 @@ def test_deleting_machines_under_a_monitor_is_refused_with_the_command_that_ends
     lease.take()
     metadata = {"spile-home": "gs://b/fleet/default"}
     node = {"acceleratorType": "v3-8", "labels": {"spile-fleet": "default", "spile-worker": "0"}, "metadata": metadata}
-    world.cloud.cloud.create("fake-project", A, "tpu-us-central1-a-0", node, "v2")
+    world.cloud.cloud.create(A, "tpu-us-central1-a-0", node)
     code, text = prompt("tpu", "delete", "--zones", A, "--yes")
     assert (code, "ann monitors fleet default and would create them again" in text) == (2, True), text
     assert "spile fleet stop gs://b/fleet/default" in text

@@ -186,7 +186,7 @@ def test_a_host_without_a_number_is_not_host_0(home: FleetHome, vm: Vm) -> None:
 
 
 def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, vm: Vm, fake: FakeCloud) -> None:
-    fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v4-16"}, "v2")
+    fake.cloud.create(ZONE, NAME, {"acceleratorType": "v4-16"})
     (vm.folder / "dev").mkdir()
     (vm.folder / "dev" / "accel0").touch()
     machine = f"/vm/{ZONE}/{NAME}/1"
@@ -214,7 +214,7 @@ def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tm
         published = publish(home, fleet, lambda _: None)
         wheel = published.wheel
         metadata = unbooted(home.folder.url, sha256(published.to_json()))
-        fake.cloud.create("p", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
+        fake.cloud.create(ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata})
         vm = Vm(
             tmp_path / "vm",
             {
@@ -287,7 +287,7 @@ def pinned(home: FleetHome, vm: Vm, fake: FakeCloud) -> Vm:
     """A machine whose metadata was written by the deploy that filled the bucket."""
     metadata = unbooted(home.folder.url, sha256(home.folder.get("fleet.json")))
     body = {"acceleratorType": "v3-8", "metadata": metadata, "labels": {"spile-fleet": "f"}}
-    fake.cloud.create("fake-project", ZONE, NAME, body, "v2")
+    fake.cloud.create(ZONE, NAME, body)
     vm.environment |= {
         "GCE_METADATA_HOST": f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0",
         "SPILE_TPU_ENDPOINT": fake.environment()["SPILE_TPU_ENDPOINT"],
@@ -332,7 +332,7 @@ def test_a_metadata_server_that_is_behind_the_api(home: FleetHome, pinned: Vm, t
     fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
     with FakeCloud(tmp_path / "ahead", pace=CloudTimes(0, 0, 0)) as ahead:
         metadata = unbooted(home.folder.url, sha256(fleet.to_json()))
-        ahead.cloud.create("fake-project", ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata}, "v2")
+        ahead.cloud.create(ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata})
         done = pinned.boot(SPILE_TPU_ENDPOINT=ahead.environment()["SPILE_TPU_ENDPOINT"])
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -13,7 +13,7 @@ import spile.fleet
 from spile.errors import CloudError, SpecError
 from spile.fleet.agent import resolve_secrets
 from spile.store.heartbeat import hide_values, secret_values
-from spile_fakes.gcs import FakeReply, FaultyServer, Request
+from spile_fakes.server import FakeReply, FaultyServer, Request
 
 
 class _Manager(FaultyServer):

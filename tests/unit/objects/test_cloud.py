@@ -20,8 +20,8 @@ from spile.objects import Folder, Stats, bucket, open_folder
 from spile.objects.bucket import BucketFolder, Buffers
 from spile.objects.clouds import GoogleBucket, GoogleToken
 from spile.objects.retry import RequestFailure, Retry, from_status
-from spile_fakes.buckets import Throttle
-from spile_fakes.gcs import FakeGcs, FakeReply, Request, loopback_context
+from spile_fakes.gcs import FakeGcs
+from spile_fakes.server import FakeReply, Request, Throttle, loopback_context
 
 
 def test_backoff_grows_is_capped_and_ends() -> None:

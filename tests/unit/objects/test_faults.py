@@ -13,8 +13,7 @@ from spile.errors import StoreError
 from spile.objects import Folder, bucket, open_folder
 from spile.objects.retry import Retry
 from spile_fakes import gcs
-from spile_fakes.buckets import FaultKind, random_faults
-from spile_fakes.gcs import FakeReply, Request
+from spile_fakes.server import FakeReply, FaultKind, Request, random_faults
 
 PASSING = [
     pytest.param("status", 429, marks=pytest.mark.slow),
