@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control
 from spile.worker.progress import Progress
 from spile.worker.resolve import resolve
 
@@ -47,9 +47,7 @@ def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer)
     sizes = parts.sizes
     progress = Progress()
     began = time.perf_counter()
-    run_pipeline(
-        samples, producer, StreamSink(stream), sizes, progress=progress, control=LocalControl(threading.Event(), None)
-    )
+    run_pipeline(samples, producer, Sink(stream), sizes, progress=progress, control=Control())
     seconds = time.perf_counter() - began
     now = progress.snapshot()
     return Turn(now.tokens / seconds, now.padding)

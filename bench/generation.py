@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,8 +43,8 @@ from spile.worker.device import configure_jax
 from spile.worker.generator import Generator, plan_slots
 from spile.worker.infer import AnswerProducer
 from spile.worker.mesh import device_memory, make_mesh
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import Answer
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Answer, Control
 from spile.worker.progress import Progress
 from spile.worker.resolve import compute_dtype_for
 
@@ -110,8 +109,8 @@ def spile_seconds(
         generator.prepare()
         calls = call_milliseconds(generator)
         began = time.perf_counter()
-        control = LocalControl(threading.Event(), None)
-        run_pipeline(samples, producer, StreamSink(stream), sizes, progress=progress, control=control)
+        control = Control()
+        run_pipeline(samples, producer, Sink(stream), sizes, progress=progress, control=control)
         seconds.append(time.perf_counter() - began)
         generator.close()
         shutil.rmtree(home, ignore_errors=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +25,8 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import Producer, RowBlock
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control, Producer, RowBlock
 from spile.worker.progress import Progress
 from spile.worker.sizes import in_flight
 
@@ -83,10 +82,10 @@ def measure(
             run_pipeline(
                 items,
                 producer,
-                StreamSink(stream),
+                Sink(stream),
                 sizes,
                 progress=Progress(),
-                control=LocalControl(threading.Event(), None),
+                control=Control(),
             )
             return stream.ledger.bytes / (time.perf_counter() - began)
 

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -32,8 +31,8 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import Producer, RowBlock
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control, Producer, RowBlock
 from spile.worker.progress import Progress
 
 __all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
@@ -122,9 +121,9 @@ def measure(url: str, size: float, rate: float) -> Overlap:
         shard_bytes=_SHARD,
         finishers=2 if "://" in url else None,
     )
-    control = LocalControl(threading.Event(), None)
+    control = Control()
     began = time.perf_counter()
-    run_pipeline(_samples(count), PacedProducer(rate), StreamSink(stream), sizes, progress=Progress(), control=control)
+    run_pipeline(_samples(count), PacedProducer(rate), Sink(stream), sizes, progress=Progress(), control=control)
     seconds = time.perf_counter() - began
     return Overlap(url.partition("://")[0], stream.ledger.bytes, rate, seconds, root.stats.retries)
 

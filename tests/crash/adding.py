@@ -19,8 +19,7 @@ from spile.store.stream import StreamStore, read_run
 from spile.store.streams import Stream, join_addition, open_streams
 from spile.worker.backfill import add_to_stream
 from spile.worker.batches import Sizes
-from spile.worker.pipeline import LocalControl
-from spile.worker.producer import Verdict
+from spile.worker.producer import Control, Verdict
 from spile.worker.progress import Progress
 from world import NumpyProducer, stream_identity
 
@@ -44,7 +43,7 @@ def left(stream: Stream) -> list:
     return begun[0].remaining(stream.shards) if begun else list(stream.shards)
 
 
-class StopAfter(LocalControl):
+class StopAfter(Control):
     """Requests a stop before the batch with this number."""
 
     def __init__(self, batches: int) -> None:

@@ -23,8 +23,8 @@ from spile.spec.sample import Prediction, Role, Sample
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.infer import AnswerProducer
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import Answer, AnswerRows
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Answer, AnswerRows, Control
 from spile.worker.progress import Progress
 from world import TAPS, items, rows_of, run_identity, stream_identity
 
@@ -87,7 +87,7 @@ class Source:
         pass
 
 
-class CommitAlways(LocalControl):
+class CommitAlways(Control):
     """Commits after each step."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def answer(
     assert run_pipeline(
         items(count, stream.ledger.done),
         AnswerProducer(Source(shard), tokenizer(), GenerationSpec(), progress),
-        StreamSink(stream),
+        Sink(stream),
         Sizes(128, None, 64, shard_bytes, writers),
         progress=progress,
         control=CommitAlways(),

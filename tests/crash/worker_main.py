@@ -28,8 +28,8 @@ from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.stream import StreamStore, join_run, join_stream, read_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import RowBlock
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control, RowBlock
 from spile.worker.progress import Progress, StatusFiles
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
@@ -99,10 +99,10 @@ def visit(
         finished = run_pipeline(
             items(count, stream.ledger.done),
             _Producer(life, stop),
-            StreamSink(stream, status.committed),
+            Sink(stream, status.committed),
             sizes,
             progress=progress,
-            control=LocalControl(stop, life.commit_every),
+            control=Control(stop, life.commit_every),
         )
     if finished:
         stream.finish()

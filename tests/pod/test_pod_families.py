@@ -43,7 +43,7 @@ from numerics import cases
 from numerics.test_generation import PLAN, prompts
 from spile.models import model_files, weights
 from spile.models.decoder import head_needed
-from spile.worker.batches import BatchPlan, batches
+from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.generator import Generator
 from spile.worker.mesh import make_mesh, plan_mesh
@@ -66,7 +66,7 @@ def check_rows(case, files, shape):
         params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype="float32"
     )
     seen = 0
-    for batch in batches(samples, BatchPlan(64, None, 16, producer.groups)):
+    for batch in batches(samples, Sizes(64, None, 16, groups=producer.groups)):
         for tap, blocks in zip(taps, producer.fetch(producer.start(batch)), strict=True):
             for block in blocks:
                 start = 0

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import numpy as np
 from spile.models import model_files, weights
-from spile.worker.batches import BatchPlan, batches
+from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.mesh import make_mesh, plan_mesh
 from spile.spec.sample import Sample
@@ -34,7 +34,7 @@ def rows(shape):
         attention="xla", dtype="float32",
     )
     found = {}
-    for batch in batches(SAMPLES, BatchPlan(128, None, 64, producer.groups)):
+    for batch in batches(SAMPLES, Sizes(128, None, 64, groups=producer.groups)):
         assert batch.length == 64
         for tap, blocks in enumerate(producer.fetch(producer.start(batch))):
             for block in blocks:

@@ -37,8 +37,8 @@ from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import pack
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control, pack
 from spile.worker.progress import Progress, peak_memory
 from spile.worker.resolve import ResolvedRun, resolve
 
@@ -106,7 +106,7 @@ def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: 
         producer = make_device_producer(parts, progress, parts.samples.read(Ranges()))
         samples = _samples(parts, tokens)
         sizes = parts.sizes
-        made = list(batches(samples, sizes.batch_plan(producer.groups)))
+        made = list(batches(samples, replace(sizes, groups=producer.groups)))
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
         limits = _limits(producer, some, Path(folder), sizes.writers, limit_bytes)
         _warm(producer, made, sizes.in_flight or 1)
@@ -167,8 +167,8 @@ def _run(
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
     measured = Progress()
     with emptied(Path(stream.folder.url)):
-        control = LocalControl(threading.Event(), None)
-        run_pipeline(samples, producer, StreamSink(stream), sizes, progress=measured, control=control)
+        control = Control()
+        run_pipeline(samples, producer, Sink(stream), sizes, progress=measured, control=control)
         now = measured.snapshot()
     rates = limits.tokens(parts.bytes_per_token)
     slowest = min(rates, key=rates.__getitem__)

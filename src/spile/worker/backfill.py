@@ -45,7 +45,7 @@ from spile.store.streams import (
 )
 from spile.worker.batches import Sizes, batches_in_order
 from spile.worker.device import DeviceProducer, configure_jax, place_model
-from spile.worker.pipeline import LocalControl, Pipeline, ShardTask, StreamSink
+from spile.worker.pipeline import Pipeline, ShardTask, Sink
 from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
 from spile.worker.resolve import find_model, rows_of, steering_of_run, use_device, wants_statistics
@@ -217,10 +217,10 @@ def shard_tasks(
 
     """
     known: list[int] = []
-    plan = sizes.batch_plan(groups)
+    sizes = replace(sizes, groups=groups)
     for record in left:
         samples = _samples(stream.open(record), some)
-        yield ShardTask(tuple(batches_in_order(samples, plan, known)), undivided=True)
+        yield ShardTask(tuple(batches_in_order(samples, sizes, known)), undivided=True)
 
 
 def _samples(shard: ShardReader, some: bool) -> list[Sample]:
@@ -240,7 +240,7 @@ def _samples(shard: ShardReader, some: bool) -> list[Sample]:
     return found
 
 
-class _AlignedSink(StreamSink):
+class _AlignedSink(Sink):
     """A sink that commits a shard only if it holds the same rows, in the same order, as one of the dataset's."""
 
     def __init__(
@@ -379,7 +379,7 @@ def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop
             left,
             producer,
             plan.sizes,
-            control=LocalControl(stop, None),
+            control=Control(stop),
             progress=progress,
             after_commit=status.committed,
         )

@@ -46,15 +46,22 @@ def single_row(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """The limits of a batch. No stored number depends on them."""
+class Sizes:
+    """How much is computed, held and written at once. No stored number depends on it."""
 
     batch_tokens: int
-    """Computed tokens per group, padding included."""
+    """Computed tokens per group and batch, padding included."""
     batch_size: int | None
     """Most batch rows per group."""
     longest: int
     """The longest possible sample."""
+    shard_bytes: float = 1e9
+    writers: int = 1
+    """Shards that are filled in parallel, each by one thread: one file takes about 2 GB/s, a fast device gives more."""
+    finishers: int | None = None
+    """Shards that are made durable in parallel; by default as many as ``writers``."""
+    in_flight: int | None = None
+    """Batches that are started and not yet written. Their rows are what a worker holds in memory."""
     groups: int = 1
     shortest_row: int = 64
     """Least length of a batch row. A row of several times the longest sample packs better."""
@@ -62,6 +69,13 @@ class BatchPlan:
     """Whether the last batch gets a smaller shape. That needs another program but computes less padding."""
     window: int = _WINDOW
     """Most batches whose samples are read, and computed in any order, before the next ones."""
+
+    def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:
+        """Return sizes for a run of just these samples: a small run gets a batch that is not mostly padding."""
+        per_group = -(-sum(lengths) // groups) + (max(lengths, default=0) if groups > 1 else 0)
+        small = _SMALL * per_group <= self.batch_tokens
+        tokens = single_row(max(1, per_group)) if small else self.batch_tokens
+        return replace(self, batch_tokens=tokens, groups=groups)
 
     def row_length(self, longest: int, known: Iterable[int] = ()) -> int:
         """Return the length of batch rows whose longest sample has ``longest`` tokens.
@@ -92,37 +106,6 @@ class BatchPlan:
         rows = min(rows, -(-len(tail) // (self.groups * step)) * step)
         filled = max(sum(map(len, row)) for row in tail)
         return rows, min(length, single_row(filled)) if len(tail) == 1 else length
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is computed, held and written at once. No stored number depends on it."""
-
-    batch_tokens: int
-    batch_size: int | None
-    longest: int
-    shard_bytes: float
-    writers: int = 1
-    """Shards that are filled in parallel, each by one thread: one file takes about 2 GB/s, a fast device gives more."""
-    finishers: int | None = None
-    """Shards that are made durable in parallel; by default as many as ``writers``."""
-    in_flight: int | None = None
-    """Batches that are started and not yet written. Their rows are what a worker holds in memory."""
-    shortest_row: int = 64
-    short_tail: bool = False
-    window: int = _WINDOW
-
-    def batch_plan(self, groups: int) -> BatchPlan:
-        """Return the limits of a batch for this number of groups."""
-        rest = self.shortest_row, self.short_tail, self.window
-        return BatchPlan(self.batch_tokens, self.batch_size, self.longest, groups, *rest)
-
-    def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:
-        """Return sizes for a run of just these samples: a small run gets a batch that is not mostly padding."""
-        per_group = -(-sum(lengths) // groups) + (max(lengths, default=0) if groups > 1 else 0)
-        if _SMALL * per_group > self.batch_tokens:
-            return self
-        return replace(self, batch_tokens=single_row(max(1, per_group)))
 
 
 @dataclass(frozen=True)
@@ -188,28 +171,28 @@ class Batch:
         return first, rest
 
 
-def batches(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[Batch]:
+def batches(samples: Iterable[Sample], sizes: Sizes) -> Iterator[Batch]:
     """Yield batches that hold every sample once. The same samples always give the same batches."""
     known: list[int] = []
     waiting: list[Sample] = []
-    for window, last in _windows(samples, plan):
+    for window, last in _windows(samples, sizes):
         old = {id(sample) for sample in waiting}
         pool = sorted(waiting + window, key=lambda sample: (-len(sample), sample.index))
         waiting = []
-        for length, members in _by_row_length(pool, plan, known):
+        for length, members in _by_row_length(pool, sizes, known):
             # Samples that have waited once go first, so that no sample waits for ever; then the fullest batch rows.
             rows = _packed(sorted(members, key=lambda sample: id(sample) not in old), length)
             rows.sort(key=lambda row: (not last and id(row[0]) not in old, -sum(map(len, row)), row[0].index))
-            size = plan.rows(length) * plan.groups
+            size = sizes.rows(length) * sizes.groups
             full = sum(1 for row in rows if id(row[0]) in old or sum(map(len, row)) >= _FULL * length)
-            ready = _ready_rows(len(rows), len(rows) if last else full, size, keep_one=last and plan.short_tail)
+            ready = _ready_rows(len(rows), len(rows) if last else full, size, keep_one=last and sizes.short_tail)
             for start in range(0, ready, size):
-                yield _batch(rows[start : start + size], plan.rows(length), length, plan.groups)
+                yield _batch(rows[start : start + size], sizes.rows(length), length, sizes.groups)
             tail = rows[ready:]
-            many = sum(map(len, tail)) >= plan.window_samples  # samples so short that a window fills no batch
+            many = sum(map(len, tail)) >= sizes.window_samples  # samples so short that a window fills no batch
             if tail and (last or many):
-                short = plan.short_shape(length, tail) if many or plan.short_tail else (plan.rows(length), length)
-                yield _batch(tail, *short, plan.groups)
+                short = sizes.short_shape(length, tail) if many or sizes.short_tail else (sizes.rows(length), length)
+                yield _batch(tail, *short, sizes.groups)
             else:
                 waiting += [sample for row in tail for sample in row]
 
@@ -220,16 +203,16 @@ def _ready_rows(rows: int, full: int, size: int, *, keep_one: bool) -> int:
     return ready - size if keep_one and ready == rows else ready
 
 
-def batches_in_order(samples: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[Batch]:
+def batches_in_order(samples: Sequence[Sample], sizes: Sizes, known: list[int]) -> Iterator[Batch]:
     """Yield batches of these samples in exactly this order.
 
     Args:
         samples: The samples of one shard.
-        plan: The limits of a batch.
+        sizes: The limits of a batch.
         known: Row lengths that have a program already; a new length is appended.
 
     """
-    length = plan.row_length(max(map(len, samples), default=1), known)
+    length = sizes.row_length(max(map(len, samples), default=1), known)
     if length not in known:
         known.append(length)
     rows: list[list[Sample]] = []
@@ -240,39 +223,39 @@ def batches_in_order(samples: Sequence[Sample], plan: BatchPlan, known: list[int
             used = 0
         rows[-1].append(sample)
         used += len(sample)
-    size = plan.rows(length) * plan.groups
+    size = sizes.rows(length) * sizes.groups
     for start in range(0, len(rows), size):
         some = [tuple(row) for row in rows[start : start + size]]
-        short = plan.short_tail and len(some) < size
-        yield _batch(some, *(plan.short_shape(length, some) if short else (plan.rows(length), length)), plan.groups)
+        short = sizes.short_tail and len(some) < size
+        yield _batch(some, *(sizes.short_shape(length, some) if short else (sizes.rows(length), length)), sizes.groups)
 
 
-def _windows(samples: Iterable[Sample], plan: BatchPlan) -> Iterator[tuple[list[Sample], bool]]:
+def _windows(samples: Iterable[Sample], sizes: Sizes) -> Iterator[tuple[list[Sample], bool]]:
     """Yield lists of samples of bounded size, each with whether it is the last one."""
     window: list[Sample] = []
     tokens, size = 0, _FIRST_WINDOW
-    batch = plan.batch_tokens * plan.groups
+    batch = sizes.batch_tokens * sizes.groups
     for sample in samples:
-        if tokens >= max(size * batch, _WINDOW_TOKENS) or len(window) >= plan.window_samples:
+        if tokens >= max(size * batch, _WINDOW_TOKENS) or len(window) >= sizes.window_samples:
             yield window, False
-            window, tokens, size = [], 0, min(2 * size, plan.window)
+            window, tokens, size = [], 0, min(2 * size, sizes.window)
         window.append(sample)
         tokens += len(sample)
     if window:
         yield window, True
 
 
-def _by_row_length(pool: Sequence[Sample], plan: BatchPlan, known: list[int]) -> Iterator[tuple[int, Sequence[Sample]]]:
+def _by_row_length(pool: Sequence[Sample], sizes: Sizes, known: list[int]) -> Iterator[tuple[int, Sequence[Sample]]]:
     """Split the pool, longest first, by row length. A part of its own is made only for far shorter samples.
 
     Attention costs the whole length of a row, so a document of 20,000 tokens shares no row with short texts.
     """
     while pool:
-        length = plan.row_length(len(pool[0]), known)
+        length = sizes.row_length(len(pool[0]), known)
         if length not in known:
             known.append(length)
         short = length // (2 * _NEAR)
-        split = len(pool) if short < plan.row_length(1) else bisect_left(pool, -short, key=lambda sample: -len(sample))
+        split = len(pool) if short < sizes.row_length(1) else bisect_left(pool, -short, key=lambda sample: -len(sample))
         yield length, pool[:split]
         pool = pool[split:]
 

@@ -42,9 +42,9 @@ from spile.store.stream import StreamStore, claim_answers, join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.infer import answer_producer, check_generation, write_answers
-from spile.worker.pipeline import LocalControl, run_pipeline
+from spile.worker.pipeline import run_pipeline
 from spile.worker.pod.pod import WorkerGroup, check_same_command
-from spile.worker.producer import OutOfDeviceMemory, Producer, TokenLimit, with_positions
+from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, with_positions
 from spile.worker.progress import HangWatch, Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
@@ -171,7 +171,7 @@ class StreamWork:
     ) -> None:
         self._run, self._stream, self._producer, self._hosts = run, stream, producer, hosts
         self._progress = status.progress
-        self._control = hosts.control(LocalControl(stop, run.spec.commit_every))
+        self._control = hosts.control(Control(stop, run.spec.commit_every))
         self._sink = hosts.sink(stream, status.committed)
         self._trials = Trials(stream.record.id)
         self._recorded = False
@@ -298,9 +298,8 @@ class StreamWork:
             reader.close()
         if sample is None:
             return False
-        plan = self._run.sizes.for_samples([len(sample)], self._producer.groups).batch_plan(self._producer.groups)
-        alone = LocalControl(threading.Event(), None)
-        for batch in self._producer.batches(iter([sample]), plan, alone):
+        sizes = self._run.sizes.for_samples([len(sample)], self._producer.groups)
+        for batch in self._producer.batches(iter([sample]), sizes, Control()):
             if isinstance(batch, Batch):
                 self._producer.await_program(batch, lambda: False)
                 with self._progress.computing():
@@ -405,13 +404,13 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
     """Load the model in JAX, and compile for the batch that the first samples will form."""
 
     def prepare(producer: DeviceProducer) -> None:
-        plan = sizes_for_stream(run.sizes, run.spec, reader, producer.groups).batch_plan(producer.groups)
+        sizes = sizes_for_stream(run.sizes, run.spec, reader, producer.groups)
         if run.samples.prompt.pack and run.spec.positions == ALL:  # every packed sample but the last is full
-            length = plan.row_length(plan.longest)
-            producer.prepare(Batch((), plan.rows(length), length))
+            length = sizes.row_length(sizes.longest)
+            producer.prepare(Batch((), sizes.rows(length), length))
             return
         items = with_positions(reader.look(), run.spec)
-        first = next(batches((item for item in items if isinstance(item, Sample)), plan), None)
+        first = next(batches((item for item in items if isinstance(item, Sample)), sizes), None)
         if first is not None:
             producer.prepare(first)
 

@@ -30,7 +30,7 @@ from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_fol
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import merged
 from spile.store.stream import StreamStore, claim_answers, read_stream
-from spile.worker.batches import Batch, BatchPlan
+from spile.worker.batches import Batch, Sizes
 from spile.worker.generator import make_generator
 from spile.worker.producer import Answer, AnswerRows, Control, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
@@ -144,7 +144,7 @@ class AnswerProducer(Producer):
     def batches(
         self,
         samples: Iterator[Sample],
-        plan: BatchPlan,  # noqa: ARG002 - the generator has its own plan of slots
+        sizes: Sizes,  # noqa: ARG002 - the generator has its own plan of slots
         control: Control,
     ) -> Iterator[Batch | Verdict]:
         """Generate answers, and yield each as a batch when it ends; ask the control after each step."""

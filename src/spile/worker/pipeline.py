@@ -20,8 +20,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from spile.spec.phase import Phase
 from spile.spec.sample import Prediction, Sample, Skip
@@ -31,7 +31,7 @@ from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
 from spile.worker.batches import AHEAD, Batch, Sizes
-from spile.worker.producer import Control, OutOfDeviceMemory, Producer, RowBlock, TokenLimit, Verdict
+from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, Verdict
 from spile.worker.progress import Progress
 
 T = TypeVar("T")
@@ -148,52 +148,14 @@ class Channel(Generic[T]):
 # -- what the pipeline is given ---------------------------------------------------------------------------------------
 
 
-class LocalControl:
-    """The control of a single process: a signal stops it, a clock asks for commits."""
-
-    def __init__(self, stop: threading.Event, commit_every: float | None) -> None:
-        self._stop, self._every, self._since = stop, commit_every, time.monotonic()
-
-    def verdict(self) -> Verdict:
-        """Return ``stop`` after a signal, ``commit`` when ``--commit-every`` is due, else ``go``."""
-        if self._stop.is_set():
-            return "stop"
-        return "commit" if self._every is not None and time.monotonic() - self._since >= self._every else "go"
-
-    def stopping(self) -> bool:
-        """Return whether a signal arrived."""
-        return self._stop.is_set()
-
-    def committed(self) -> None:
-        """Restart the clock of ``--commit-every``."""
-        self._since = time.monotonic()
-
-
-class Sink(Protocol):
-    """Where activation rows go: the store of a stream."""
-
-    remote: bool
-    """Whether the store is a bucket."""
-    bytes_per_token: int
-    """What one token takes in a shard."""
-
-    def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
-        """Lay out a shard for these samples."""
-
-    def add_predictions(self, record: ShardRecord, predictions: Sequence[Prediction]) -> ShardRecord:
-        """Store the answers of a shard, and return its record with their file."""
-
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
-        """Make a shard and skipped samples part of the dataset."""
-
-
-class StreamSink:
-    """The sink of a single process: the store itself, and a callback after each commit."""
+class Sink:
+    """Where activation rows go: the store of a stream. On a pod, the hosts commit together."""
 
     def __init__(self, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
         self._stream, self._after = stream, after_commit
         self.remote = stream.folder.local_path is None
         self.bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))
+        """What one token takes in a shard."""
 
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
         """Lay out a shard for these samples."""
@@ -314,11 +276,11 @@ def run_pipeline(
         True if the stream was worked off, False if the control stopped it; then everything computed is committed.
 
     """
-    plan = sizes.batch_plan(producer.groups)
+    sizes = replace(sizes, groups=producer.groups)
     answers = producer.asks_control  # the length of an answer is known once it is made
 
     def make_batches(samples: Iterator[Sample]) -> Iterator[Batch | Verdict]:
-        for batch in producer.batches(samples, plan, control):
+        for batch in producer.batches(samples, sizes, control):
             if answers and limit is not None and isinstance(batch, Batch):
                 limit.add(batch.stored_rows)
             yield batch
@@ -340,14 +302,11 @@ def run_pipeline(
 class _Shard:
     """A shard that is being filled."""
 
+    task: ShardTask
+    writer: int
     builder: ShardBuilder | None
     """None if this process stores no row of it."""
-    writer: int
     waiting: deque[Batch]
-    skipped: tuple[Skip, ...]
-    end: int | None
-    undivided: Sequence[Batch] = ()
-    """All of its batches if it is committed with all of them or not at all."""
     predictions: list[Prediction] = field(default_factory=list)
     """The answers that this process stores with it."""
     rows: int = 0
@@ -357,29 +316,20 @@ class _Shard:
     started: int = 0
     """Started batches: the same number on every host of a pod, so decisions depend on it."""
 
+    @property
+    def complete(self) -> bool:
+        return not self.waiting
 
-class _Started(NamedTuple):
-    """A batch on the device."""
+
+class _InFlight(NamedTuple):
+    """A batch between the device and its place in the shard."""
 
     shard: _Shard
     batch: Batch
-    pending: object
+    rows: Any
+    """What the producer has started, and then what it has fetched."""
     first_row: int
     began: float
-
-
-class _Fetched(NamedTuple):
-    """A batch in host memory."""
-
-    step: _Started
-    blocks: Iterable[Sequence[RowBlock]]
-
-
-class _Close(NamedTuple):
-    """The end of a shard, complete or not."""
-
-    shard: _Shard
-    complete: bool
 
 
 class Pipeline:
@@ -393,9 +343,12 @@ class Pipeline:
         self._threads = ThreadGroup()
         self._tasks: Channel[ShardTask] = Channel(self._threads, _PLANNED)
         length = 2 * in_flight + 1  # each batch may end its shard; a full queue would hold up all writers
-        self._started: Channel[_Started | _Close] = Channel(self._threads, length)
-        self._fetched: list[Channel[_Fetched | _Close]] = [Channel(self._threads, length) for _ in range(self._writers)]
-        self._closed: Channel[_Close] = Channel(self._threads, 1)
+        # A shard follows its last batch through the channels.
+        self._started: Channel[_InFlight | _Shard] = Channel(self._threads, length)
+        self._fetched: list[Channel[_InFlight | _Shard]] = [
+            Channel(self._threads, length) for _ in range(self._writers)
+        ]
+        self._closed: Channel[_Shard] = Channel(self._threads, 1)
         self._credits = threading.Semaphore(in_flight)
         # Batches of each writer. Each number is changed by one thread and needs no lock.
         self._counts_started, self._counts_written = [0] * self._writers, [0] * self._writers
@@ -461,8 +414,7 @@ class Pipeline:
                 task = next(tasks, None)
                 more = task is not None
                 if task is not None:
-                    undivided = task.batches if task.undivided else ()
-                    open_[writer] = self._begin(writer, task.batches, task.skipped, task.end, undivided)
+                    open_[writer] = self._begin(writer, task)
                     stop = task.stop
                 del task
             shard = open_[writer]
@@ -512,7 +464,7 @@ class Pipeline:
                 self._credits.release()
                 self._shrink(batch, error)
                 return self._reopen(shard)
-            self._started.put(_Started(shard, batch, pending, shard.rows, began))
+            self._started.put(_InFlight(shard, batch, pending, shard.rows, began))
             self._counts_started[shard.writer] += 1
             own = self._own(batch)
             shard.rows += sum(sample.rows for sample in own)
@@ -522,47 +474,38 @@ class Pipeline:
             shard.waiting.popleft()
         if shard.waiting:
             return shard
-        self._started.put(_Close(shard, complete=True))
+        self._started.put(shard)
         self._control.committed()
         return None
 
-    def _begin(
-        self,
-        writer: int,
-        batches: Iterable[Batch],
-        skipped: tuple[Skip, ...],
-        end: int | None,
-        undivided: Sequence[Batch],
-    ) -> _Shard:
-        waiting = deque(self._fitting(batches))
+    def _begin(self, writer: int, task: ShardTask) -> _Shard:
+        waiting = deque(self._fitting(task.batches))
         samples = [sample for batch in waiting for sample in self._own(batch)]
-        builder = self._sink.begin(samples) if samples else None
-        shard = _Shard(builder, writer, waiting, skipped, end, undivided)
+        shard = _Shard(task, writer, self._sink.begin(samples) if samples else None, waiting)
         self._unfinished.add(shard)
         return shard
 
     def _reopen(self, shard: _Shard) -> _Shard:
         """Close a shard early and begin another with the batches that are left: all of them if it is undivided."""
-        waiting, skipped, end = shard.undivided or shard.waiting, shard.skipped, shard.end
-        if self._close_early(shard) and not shard.undivided:
-            skipped = ()
-        return self._begin(shard.writer, waiting, skipped, end, shard.undivided)
+        task = shard.task
+        if not task.undivided:
+            task = replace(task, batches=tuple(shard.waiting), skipped=() if shard.started else task.skipped)
+        self._close_early(shard)
+        return self._begin(shard.writer, task)
 
-    def _close_early(self, shard: _Shard) -> bool:
-        """Commit what a shard has, or drop it if it has nothing. Return whether it had something."""
-        shard.end = None
+    def _close_early(self, shard: _Shard) -> None:
+        """Commit what a shard has, or drop it if it has nothing."""
         if shard.started:
-            self._started.put(_Close(shard, complete=False))
-            return True
-        self._drop(shard)
-        return False
+            self._started.put(shard)
+        else:
+            self._drop(shard)
 
     def _close_all(self, open_: list[_Shard | None], reopen: bool = False) -> None:
         for writer, shard in enumerate(open_):
             if shard is None:
                 continue
             if reopen:
-                open_[writer] = self._reopen(shard) if shard.started and not shard.undivided else shard
+                open_[writer] = self._reopen(shard) if shard.started and not shard.task.undivided else shard
             else:
                 self._close_early(shard)
                 open_[writer] = None
@@ -600,28 +543,28 @@ class Pipeline:
 
     def _copy(self) -> None:
         last_ready = 0.0
-        for step in self._started:
-            if isinstance(step, _Close):
-                self._fetched[step.shard.writer].put(step)
+        for item in self._started:
+            if isinstance(item, _Shard):
+                self._fetched[item.writer].put(item)
                 continue
             with self._progress.computing():
-                blocks = self._producer.fetch(step.pending)
+                blocks = self._producer.fetch(item.rows)
             ready = self._clock()
-            self._progress.busy_for("model", ready - max(step.began, last_ready))
+            self._progress.busy_for("model", ready - max(item.began, last_ready))
             last_ready = ready
-            self._fetched[step.shard.writer].put(_Fetched(step, blocks))
-            del step, blocks  # or their memory would be held until the next batch arrives
+            self._fetched[item.shard.writer].put(item._replace(rows=blocks))
+            del item, blocks  # or their memory would be held until the next batch arrives
         self._progress.phase(Phase.UPLOADING if self._sink.remote else Phase.WRITING)
         for channel in self._fetched:
             channel.put(None)
 
     def _write_batches(self, writer: int) -> None:
         for item in self._fetched[writer]:
-            if isinstance(item, _Close):
+            if isinstance(item, _Shard):
                 self._closed.put(item)
                 continue
             with self._progress.busy("host copy", self._writers):
-                self._write(item.step, item.blocks)
+                self._write(item)
             del item  # the next batch uses its memory
             self._counts_written[writer] += 1
             self._credits.release()
@@ -631,12 +574,12 @@ class Pipeline:
         for _ in range(self._finishers if last else 0):
             self._closed.put(None)
 
-    def _write(self, step: _Started, blocks: Iterable[Sequence[RowBlock]]) -> None:
+    def _write(self, step: _InFlight) -> None:
         """Write the rows of a batch to their places in the shard, tap after tap."""
         builder, batch, written = step.shard.builder, step.batch, 0
         if builder is not None:
             sizes = {group: sum(sample.rows for sample in batch.of(group)) for group in self._producer.owned}
-            for tap, of_tap in enumerate(blocks):
+            for tap, of_tap in enumerate(step.rows):
                 row = step.first_row
                 for group, rows in of_tap:
                     builder.write(tap, row, kept := rows[: sizes[group]])
@@ -647,9 +590,9 @@ class Pipeline:
     # -- commit -------------------------------------------------------------------------------------------------------
 
     def _commit_shards(self) -> None:
-        for close in self._closed:
+        for shard in self._closed:
             with self._progress.busy("sink", self._finishers):
-                self._commit(close)
+                self._commit(shard)
 
     def _drop(self, shard: _Shard) -> None:
         if shard.builder is not None:
@@ -657,16 +600,15 @@ class Pipeline:
             self._progress.add(bytes=-shard.bytes)
         self._unfinished.discard(shard)
 
-    def _commit(self, close: _Close) -> None:
-        shard = close.shard
-        record = None
-        if shard.undivided and not close.complete:
+    def _commit(self, shard: _Shard) -> None:
+        record, skipped = None, shard.task.skipped
+        if shard.task.undivided and not shard.complete:
             self._drop(shard)
             return
         if shard.builder is not None and not shard.samples:
             shard.builder.abort()  # closed before a batch with a row of this host
         elif shard.builder is not None:
-            record = shard.builder.finish(None if close.complete else shard.samples)
+            record = shard.builder.finish(None if shard.complete else shard.samples)
             if shard.predictions:
                 record = self._sink.add_predictions(record, shard.predictions)
             self._progress.add(shards_written=1, bytes=record.size - shard.bytes)
@@ -674,11 +616,9 @@ class Pipeline:
             if self._commit_failed:
                 raise ThreadsEnded  # report the first failure: after it the store only says that it is not sure
             self._commit_failed = True
-            self._sink.commit(record, shard.skipped, shard.end)
+            self._sink.commit(record, skipped, shard.task.end if shard.complete else None)
             self._commit_failed = False
         self._unfinished.discard(shard)
-        self._progress.add(
-            shards_committed=int(record is not None), samples_committed=shard.samples + len(shard.skipped)
-        )
-        for skip in shard.skipped:
+        self._progress.add(shards_committed=int(record is not None), samples_committed=shard.samples + len(skipped))
+        for skip in skipped:
             self._progress.skip(skip)

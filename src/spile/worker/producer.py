@@ -9,9 +9,11 @@ NumPy.
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import Capture, ExtractSpec
 from spile.spec.sample import Sample, Skip, StopReason
-from spile.worker.batches import Batch, BatchPlan, batches
+from spile.worker.batches import Batch, Sizes, batches
 
 Verdict = Literal["go", "commit", "stop"]
 """Continue; commit the open shards and continue; or commit them and end."""
@@ -31,17 +33,28 @@ class OutOfDeviceMemory(Failure):
     """A batch does not fit on the device; a smaller one may."""
 
 
-class Control(Protocol):
-    """Decides when shards end early. On a pod, every host gets the same verdict at the same step."""
+class Control:
+    """Decides when shards end early: a signal stops the run, a clock asks for commits.
+
+    On a pod, every host gets the same verdict at the same step (:class:`spile.worker.pod.pod.PodControl`).
+    """
+
+    def __init__(self, stop: threading.Event | None = None, commit_every: float | None = None) -> None:
+        self._stop, self._every, self._since = stop or threading.Event(), commit_every, time.monotonic()
 
     def verdict(self) -> Verdict:
         """Return what to do; asked before each step on the device."""
+        if self._stop.is_set():
+            return "stop"
+        return "commit" if self._every is not None and time.monotonic() - self._since >= self._every else "go"
 
     def stopping(self) -> bool:
         """Return whether a wait before the next step is pointless. Only the verdict decides."""
+        return self._stop.is_set()
 
     def committed(self) -> None:
         """Restart the clock of ``--commit-every``: the open shards were closed."""
+        self._since = time.monotonic()
 
 
 class RowBlock(NamedTuple):
@@ -68,11 +81,11 @@ class Producer:
     def batches(
         self,
         samples: Iterator[Sample],
-        plan: BatchPlan,
+        sizes: Sizes,
         control: Control,  # noqa: ARG002 - the pipeline asks it when it starts a batch
     ) -> Iterator[Batch | Verdict]:
         """Yield batches that hold every sample once, and the control's verdicts if this producer asks for them."""
-        return batches(samples, plan)
+        return batches(samples, sizes)
 
     def prepare(self, batch: Batch) -> None:
         """Compile for batches like this one in the background. Never blocks."""
@@ -147,18 +160,13 @@ def check_tokens(samples: Iterable[Sample], vocabulary: int) -> None:
             )
 
 
-def with_positions(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterable[Sample | Skip]:
+def with_positions(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sample | Skip]:
     """Set the stored positions of each sample if ``--positions`` selects some."""
-    return items if spec.positions == ALL else _choose(items, spec)
-
-
-def _choose(items: Iterable[Sample | Skip], spec: ExtractSpec) -> Iterator[Sample | Skip]:
     for item in items:
-        if isinstance(item, Skip):
-            yield item
-        else:
+        if isinstance(item, Sample) and spec.positions != ALL:
             chosen = choose_positions(spec.positions, spec.data.seed, item.index, item.roles)
-            yield replace(item, positions=chosen)
+            item = replace(item, positions=chosen)
+        yield item
 
 
 class TokenLimit:

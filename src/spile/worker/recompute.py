@@ -29,7 +29,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.recomputation import Recompute, StoredRows, distances
 from spile.store.stream import read_run
-from spile.worker.batches import Batch, BatchPlan, batches
+from spile.worker.batches import Batch, Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
 from spile.worker.mesh import make_mesh, plan_mesh
 from spile.worker.producer import Producer
@@ -82,7 +82,7 @@ class Recomputer:
         """The producer that computes in the run's dtype; the same one if that is float32."""
         self._model: Any = None
         """The model of ``own``, if it runs in PyTorch."""
-        self._plan: BatchPlan | None = None
+        self._plan: Sizes | None = None
 
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
@@ -101,7 +101,7 @@ class Recomputer:
 
                 yield from pool.map(measure, (sample for sample in samples if sample.index in reference))
 
-    def _computed(self, samples: Sequence[Sample], plan: BatchPlan, variant: int) -> Iterator[tuple[_Rows, _Rows]]:
+    def _computed(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[_Rows, _Rows]]:
         """Yield, for each batch, the reference rows and the rows in the run's dtype."""
         length = plan.row_length(plan.longest)
         producers = (self.wide,) if self.own is self.wide and not variant else (self.wide, self.own)
@@ -115,16 +115,16 @@ class Recomputer:
                     fresh = _rows_by_sample(batch, self.own)
             yield reference, fresh
 
-    def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> BatchPlan:
+    def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> Sizes:
         """Return a plan whose batches all have one shape: that of the previous call if it is long enough."""
         longest = max(map(len, samples))
         if self._plan is not None and self._plan.longest >= longest:
             return self._plan
         width = sum(tap.width for tap in taps)
         most = _BATCH_BYTES[jax.default_backend()] // (4 * max(1, width))
-        row = BatchPlan(longest, None, longest).row_length(longest)
+        row = Sizes(longest, None, longest).row_length(longest)
         tokens = max(row, min(_BATCH_TOKENS[jax.default_backend()], most))
-        return BatchPlan(tokens, None, longest, shortest_row=row)
+        return Sizes(tokens, None, longest, shortest_row=row)
 
     def _load(self, taps: tuple[Tap, ...]) -> None:
         if self.wide is None or taps != self._taps:

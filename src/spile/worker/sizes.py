@@ -59,10 +59,11 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int, config: ModelConfig | 
 
 def sizes_for_stream(sizes: Sizes, spec: ExtractSpec, reader: SampleReader, groups: int) -> Sizes:
     """Reduce the batch if the samples that are left are few, unless the spec gives a batch size."""
+    sizes = replace(sizes, groups=groups)
     if spec.batch_tokens is not None or spec.batch_size is not None or spec.data.prompt.pack:
         return sizes
     lengths = first_lengths(reader, sizes.batch_tokens * groups)
-    return sizes if lengths is None else replace(sizes.for_samples(lengths, groups), in_flight=sizes.in_flight)
+    return sizes if lengths is None else sizes.for_samples(lengths, groups)
 
 
 def first_lengths(reader: SampleReader, most: int) -> list[int] | None:

@@ -51,8 +51,8 @@ from spile.store.stream import StreamStore, join_run, write_spec
 from spile.worker.batches import Batch
 from spile.worker.device import configure_jax, place_model
 from spile.worker.extract import end_of_stream, join, make_producer
-from spile.worker.pipeline import LocalControl, Sink, StreamSink, run_pipeline
-from spile.worker.producer import Producer, RowBlock, with_positions
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun, find_model, read_steering, resolve
 from spile.worker.sizes import sizes_for_stream
@@ -187,14 +187,12 @@ class Feed:
             return group
 
 
-class FeedSink:
+class FeedSink(Sink):
     """A sink that gives rows to a feed, and to the store of a stream if there is one."""
-
-    remote = False
 
     def __init__(self, feed: Feed, kinds: Sequence[TapRows], store: Sink | None) -> None:
         self._feed, self._kinds, self._store = feed, kinds, store
-        self.bytes_per_token = row_bytes(kinds)
+        self.remote, self.bytes_per_token = False, row_bytes(kinds)
 
     def begin(self, samples: Sequence[Sample]) -> Any:
         """Return what takes the rows of these samples."""
@@ -621,7 +619,7 @@ class ActivationStream(ShuffledReaders):
         sink = None
         if stream is not None:
             stream.read_parts = lambda: reader.parts
-            sink = StreamSink(stream)
+            sink = Sink(stream)
         else:
             sizes = replace(sizes, shard_bytes=_SHARD_BYTES)
         return run_pipeline(
@@ -630,7 +628,7 @@ class ActivationStream(ShuffledReaders):
             FeedSink(feed, run.rows, sink),
             sizes,
             progress=self._progress,
-            control=LocalControl(stop, run.spec.commit_every),
+            control=Control(stop, run.spec.commit_every),
             end=partial(end_of_stream, run, stream, reader),
         )
 

@@ -31,7 +31,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, PromptVersion, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
-from spile.worker.batches import Batch, BatchPlan, batches
+from spile.worker.batches import Batch, Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import Producer, refuse_no_answers
@@ -322,7 +322,7 @@ class Model:
         )
         return tuple(found)
 
-    def _plan(self, samples: Sequence[Sample], taps: Sequence[Tap], groups: int) -> BatchPlan:
+    def _plan(self, samples: Sequence[Sample], taps: Sequence[Tap], groups: int) -> Sizes:
         """Return a plan whose batches hold all samples in few shapes."""
         config = self.files.config
         width = sum(4 * config.d_model for _ in taps)
@@ -330,7 +330,7 @@ class Model:
         total = sum(map(len, samples))
         tokens = 1 << max(_LEAST_TOKENS, min(most, -(-total // groups)) - 1).bit_length() if total else _LEAST_TOKENS
         longest = max(map(len, samples), default=1)
-        return BatchPlan(tokens, None, longest, groups, shortest_row=_LEAST_TOKENS)
+        return Sizes(tokens, None, longest, groups=groups, shortest_row=_LEAST_TOKENS)
 
     def _producer(self, taps: tuple[Tap, ...], edits: Sequence[tuple[Tap, Edit]] = ()) -> Producer:
         dtype = self.spec.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
 from spile.worker.infer import AnswerProducer
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
-from spile.worker.producer import Answer, AnswerRows, Verdict
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Answer, AnswerRows, Control, Verdict
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script
 from world import TAPS, D, items, rows_of, run_identity, stream_identity
@@ -62,7 +61,7 @@ def run(root: Path, count: int, control: object, groups: int = 1, **sizes: objec
     finished = run_pipeline(
         items(count, stream.ledger.done),
         AnswerProducer(Source(groups), tokenizer, GenerationSpec(), progress),
-        StreamSink(stream),
+        Sink(stream),
         Sizes(128, None, 64, **{"shard_bytes": 1e9, **sizes}),  # type: ignore[arg-type]
         progress=progress,
         control=control,  # type: ignore[arg-type]
@@ -84,7 +83,7 @@ def check(root: Path, count: int) -> None:
 
 @pytest.mark.parametrize(("groups", "writers"), [(1, 1), (3, 1), (1, 3)])
 def test_every_answer_is_stored_once_with_its_rows(tmp_path: Path, groups: int, writers: int) -> None:
-    control = LocalControl(threading.Event(), None)
+    control = Control()
     finished, stream = run(tmp_path, 40, control, groups, shard_bytes=2000, writers=writers)
     assert finished
     assert stream.ledger.shards > 3
@@ -116,7 +115,7 @@ def test_there_are_no_more_slots_than_prompts() -> None:
 
 def test_a_small_run_gets_a_small_batch_and_a_large_one_keeps_its_own() -> None:
     sizes = Sizes(4096, None, 2048, 1e9, shortest_row=4096)
-    small = sizes.for_samples([5, 2], 1).batch_plan(1)
+    small = sizes.for_samples([5, 2], 1)
     assert (small.rows(small.row_length(5)), small.row_length(5)) == (1, 64)
     assert sizes.for_samples([2000, 1000], 1) == sizes
     assert sizes.for_samples([400] * 8, 8).batch_tokens >= 800  # a group may get two samples

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows, row_bytes
-from spile.worker.batches import Batch, BatchPlan, batches, single_row
+from spile.worker.batches import Batch, Sizes, batches, single_row
 from spile.worker.pipeline import plan_shards
 
 
@@ -15,7 +15,7 @@ def make(lengths):
 
 lengths = st.lists(st.integers(1, 2048), min_size=1, max_size=200)
 plans = st.builds(
-    BatchPlan,
+    Sizes,
     batch_tokens=st.integers(64, 8192),
     batch_size=st.none() | st.integers(1, 9),
     longest=st.just(2048),
@@ -48,28 +48,28 @@ def test_every_sample_is_in_one_row_and_fits(sizes, plan):
 
 @given(st.lists(st.integers(1, 2048), min_size=1, max_size=200), st.booleans(), st.integers(1, 8))
 def test_one_shape_and_at_most_one_for_the_tail(sizes, short_tail, groups):
-    made = list(batches(make(sizes), BatchPlan(16384, None, 2048, groups, 1024, short_tail)))
+    made = list(batches(make(sizes), Sizes(16384, None, 2048, groups=groups, shortest_row=1024, short_tail=short_tail)))
     assert len({batch.shape for batch in made[:-1]}) <= 1
     assert len({batch.shape for batch in made}) <= 1 + short_tail
 
 
 def test_long_documents_have_rows_of_their_own():
     sizes = [20_000, *([700] * 400), 18_000, *([300] * 400)]
-    made = list(batches(make(sizes), BatchPlan(32768, None, 32768, 1, 1024)))
+    made = list(batches(make(sizes), Sizes(32768, None, 32768, shortest_row=1024)))
     assert {batch.length for batch in made} == {32768, 1024}
     assert all(len(batch.samples) <= 40 for batch in made if batch.length == 32768)
 
 
 def test_a_later_window_keeps_the_row_length_it_finds():
     sizes = [2000] * 64 + [600] * 1500
-    assert len({batch.length for batch in batches(make(sizes), BatchPlan(4096, None, 2048, 1, 1024))}) == 1
+    assert len({batch.length for batch in batches(make(sizes), Sizes(4096, None, 2048, shortest_row=1024))}) == 1
 
 
 @given(st.lists(st.integers(1, 500), min_size=500, max_size=2000))
 @settings(max_examples=20, deadline=None)
 def test_no_sample_waits_longer_than_a_window(sizes):
     """A sample is at most two windows behind the newest of its batch."""
-    plan = BatchPlan(512, None, 512, shortest_row=512)
+    plan = Sizes(512, None, 512, shortest_row=512)
     newest = 0
     for batch in batches(make(sizes), plan):
         newest = max(newest, *(sample.index for sample in batch.samples))
@@ -94,7 +94,7 @@ CPU = {"shortest_row": 4096, "short_tail": True}
 
 @pytest.mark.parametrize(("sizes", "most"), [(ARC, 0.045), (TEXTS, 0.02)], ids=["arc", "texts"])
 @pytest.mark.parametrize(
-    "plan", [BatchPlan(16384, None, 2048, 1, 1024), BatchPlan(4096, None, 2048, **CPU)], ids=["gpu", "cpu"]
+    "plan", [Sizes(16384, None, 2048, shortest_row=1024), Sizes(4096, None, 2048, **CPU)], ids=["gpu", "cpu"]
 )
 def test_padding(sizes, most, plan):
     made = list(batches(make(sizes), plan))
@@ -124,7 +124,7 @@ def test_a_window_is_bounded_for_any_stream():
             taken += 1
             yield Sample(taken, "", np.zeros(1, np.int32), np.zeros(1, np.uint8))
 
-    next(batches(endless(), BatchPlan(1 << 20, None, 2048)))
+    next(batches(endless(), Sizes(1 << 20, None, 2048)))
     assert taken <= 8193
 
 
@@ -135,7 +135,7 @@ def shards(made, bytes_per_token, shard_bytes):
 
 @given(lengths, st.integers(1, 10**6))
 def test_shards_take_whole_batches_in_order_up_to_their_size(sizes, limit):
-    made = list(batches(make(sizes), BatchPlan(2048, None, 2048)))
+    made = list(batches(make(sizes), Sizes(2048, None, 2048)))
     plans = list(shards(made, 100, limit))
     assert [batch for plan in plans for batch in plan.batches] == made
     for plan in plans:

@@ -15,13 +15,13 @@ import pytest
 from spile.errors import Fenced, StoreError
 from spile.spec.sample import Skip
 from spile.worker.batches import Sizes
-from spile.worker.pipeline import Pipeline, StreamSink, ThreadGroup, run_pipeline
+from spile.worker.pipeline import Pipeline, Sink, ThreadGroup, run_pipeline
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script, check, open_stream, planned
 from world import NumpyProducer, lengths, sample_of
 
 
-class _Contested(StreamSink):
+class _Contested(Sink):
     """The first commit is refused; the commits that waited for it get a less useful error."""
 
     refused = False
@@ -92,7 +92,7 @@ def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
     items = [sample_of(i, length=n) if i % 7000 < 3 else Skip(i, "t", "empty") for i, n in enumerate(lengths(40_000))]
     stream = open_stream(tmp_path, len(items))
     sizes = Sizes(128, None, 64, 10**9)
-    assert run_pipeline(items, NumpyProducer(), StreamSink(stream), sizes, progress=Progress(), control=Script())
+    assert run_pipeline(items, NumpyProducer(), Sink(stream), sizes, progress=Progress(), control=Script())
     assert stream.ledger.done.pairs() == [(0, 40_000)]
     assert stream.ledger.commits == 3
     check(tmp_path, [item for item in items if not isinstance(item, Skip)])

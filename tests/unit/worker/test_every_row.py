@@ -12,7 +12,7 @@ from spile.objects import open_folder
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.reading.dataset import open as open_dataset
 from spile.worker.batches import Sizes
-from spile.worker.pipeline import StreamSink, run_pipeline
+from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script, check, open_stream
 from world import TAPS, NumpyProducer, lengths, sample_of
@@ -41,9 +41,7 @@ def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, writers: int, 
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     sizes = Sizes(128, None, 64, 9000, writers)
-    run_pipeline(
-        items, NumpyProducer(groups), StreamSink(stream), sizes, progress=Progress(), control=Script(*verdicts)
-    )
+    run_pipeline(items, NumpyProducer(groups), Sink(stream), sizes, progress=Progress(), control=Script(*verdicts))
     shards = list(tmp_path.glob("tpu_0/shard_*"))
     assert len(shards) == stream.ledger.shards > 0
     for shard in shards:
@@ -70,7 +68,7 @@ def test_padding_is_not_stored(tmp_path: Path, writers: int, groups: int) -> Non
     stream = open_stream(tmp_path, 70)
     producer = NumpyProducer(groups)
     run_pipeline(
-        items, producer, StreamSink(stream), Sizes(256, None, 64, 9000, writers), progress=Progress(), control=Script()
+        items, producer, Sink(stream), Sizes(256, None, 64, 9000, writers), progress=Progress(), control=Script()
     )
     real = sum(len(item.tokens) for item in items)
     assert sum(rows * length * groups for rows, length in producer.shapes) > real  # there was padding

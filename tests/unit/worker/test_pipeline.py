@@ -12,8 +12,8 @@ from spile.objects import open_folder
 from spile.spec.sample import Skip
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Sizes, batches
-from spile.worker.pipeline import LocalControl, Pipeline, StreamSink, plan_shards, run_pipeline
-from spile.worker.producer import OutOfDeviceMemory, RowBlock, Verdict
+from spile.worker.pipeline import Pipeline, Sink, plan_shards, run_pipeline
+from spile.worker.producer import Control, OutOfDeviceMemory, RowBlock, Verdict
 from spile.worker.progress import Progress
 from world import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample_of, stream_identity
 
@@ -32,10 +32,10 @@ def visit(root, items, producer=None, *, sizes=SIZES, control=None, progress=Non
     return run_pipeline(
         left,
         producer or NumpyProducer(),
-        StreamSink(stream),
+        Sink(stream),
         sizes,
         progress=progress or Progress(),
-        control=control or LocalControl(threading.Event(), None),
+        control=control or Control(),
     )
 
 
@@ -57,7 +57,7 @@ def planned(items, sizes, bytes_per_token=101):
     """The shards of one group that these samples become."""
     return plan_shards(
         items,
-        lambda samples: batches(samples, sizes.batch_plan(1)),
+        lambda samples: batches(samples, sizes),
         bytes_per_token,
         sizes.shard_bytes,
         lambda: None,
@@ -200,7 +200,7 @@ def test_a_failing_dataset_ends_the_run_with_its_own_error(tmp_path):
 
     stream = open_stream(tmp_path, 2)
     with pytest.raises(StoreError, match="the dataset went away"):
-        run_pipeline(items(), NumpyProducer(), StreamSink(stream), SIZES, progress=Progress(), control=Script())
+        run_pipeline(items(), NumpyProducer(), Sink(stream), SIZES, progress=Progress(), control=Script())
 
 
 class Counting(Progress):
@@ -286,7 +286,7 @@ def test_a_device_that_computes_while_a_batch_is_started_is_what_limits(tmp_path
     progress = Progress(clock=ticks)
     items = [sample_of(i, length=40) for i in range(6)]
     stream = open_stream(tmp_path, 6)
-    sink, control = StreamSink(stream), LocalControl(threading.Event(), None)
+    sink, control = Sink(stream), Control()
     sizes = Sizes(64, 1, 64, 100, in_flight=1)
     pipeline = Pipeline(ComputesAtOnce(), sink, control, progress, sizes)
     assert pipeline.run(planned(items, sizes))

@@ -18,7 +18,7 @@ from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import Beat, read_beat
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Sizes
-from spile.worker.pipeline import StreamSink, run_pipeline
+from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.progress import Progress, StatusFiles, write_checkpoint_file
 from unit.worker.test_pipeline import FailsAt, Script
 from world import NumpyProducer, lengths, run_identity, sample_of, stream_identity
@@ -39,7 +39,7 @@ def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool 
         run_pipeline(
             left,
             producer or NumpyProducer(),
-            StreamSink(stream, status.committed),
+            Sink(stream, status.committed),
             Sizes(128, None, 64, 4000),
             progress=progress,
             control=more.pop("control", Script()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from spile.store.stream import join_run, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Sizes
 from spile.worker.extract import run_stream
-from spile.worker.pipeline import LocalControl, StreamSink, run_pipeline
+from spile.worker.pipeline import Sink, run_pipeline
+from spile.worker.producer import Control
 from spile.worker.progress import Progress
 from spile.worker.recompute import recomputer
 from world import TAPS, NumpyProducer, rows_of, run_identity, sample_of, stream_identity
@@ -42,10 +42,10 @@ def stored(root: Path, samples: list[Sample], positions: str, **sizes: object) -
     finished = run_pipeline(
         samples,
         NumpyProducer(groups=2),
-        StreamSink(stream),
+        Sink(stream),
         replace(Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=900), **sizes),  # type: ignore[arg-type]
         progress=Progress(),
-        control=LocalControl(threading.Event(), None),
+        control=Control(),
     )
     assert finished
 

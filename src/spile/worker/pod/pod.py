@@ -27,7 +27,7 @@ from spile.spec.sample import Sample, Skip
 from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
-from spile.worker.pipeline import Sink, StreamSink
+from spile.worker.pipeline import Sink
 from spile.worker.pod.coordination import Coordination, Service, start_service
 from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import RollConnections, answer_roll_call, hold_roll_call
@@ -62,7 +62,7 @@ class WorkerGroup:
 
     def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
         """Return where this process stores its rows."""
-        return StreamSink(stream, after_commit)
+        return Sink(stream, after_commit)
 
     def notify_end(self, error: BaseException) -> None:
         """Tell the other processes why this one ends."""
@@ -211,7 +211,7 @@ _KEPT = 64
 """Verdicts that stay in the directory; no host is ever that far behind."""
 
 
-class PodControl:
+class PodControl(Control):
     """A control that gives every host the same verdicts: process 0 decides, the others ask."""
 
     def __init__(self, pod: Pod, local: Control) -> None:
@@ -282,7 +282,7 @@ class PodControl:
         return verdict  # type: ignore[return-value]
 
 
-class PodSink(StreamSink):
+class PodSink(Sink):
     """The sink of a pod: each host stores its own rows, and all commit together."""
 
     def __init__(self, pod: Pod, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
