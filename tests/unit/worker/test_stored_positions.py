@@ -105,8 +105,7 @@ def test_rows_that_do_not_lead_back_are_damage(tmp_path: Path, change: dict[str,
     builder = stream.begin([sample])
     for tap in range(len(TAPS)):
         builder.write(tap, 0, np.zeros((3, 8), np.float32))
-    assert builder._context is not None
-    builder._context.positions[:] = change["positions"]
+    builder._tail["positions"][:] = change["positions"]
     stream.commit([builder.finish()])
     assert any(says in problem.text for problem in verify(str(tmp_path)).all_problems)
 
