@@ -26,9 +26,8 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -46,8 +45,7 @@ _CHOICES = 4
 _READERS = 32
 
 
-@dataclass(frozen=True)
-class _Version:
+class _Version(NamedTuple):
     """The newest claim on a stream, as a listing shows it."""
 
     number: int
@@ -60,21 +58,20 @@ class _Version:
         return self.state != "json"
 
 
-@dataclass(frozen=True)
-class _Sighting:
+class _Sighting(NamedTuple):
     version: _Version
     since: float
     """When this version was first seen, on this worker's monotonic clock."""
-    renewed: bool = False
+    renewed: bool
     """Whether the version changed while this worker watched: the owner is alive."""
 
 
 class Holding(NamedTuple):
-    """The last claim on a stream: the name of its worker, and whether it is still active."""
+    """The last claim on a stream."""
 
     worker: str
     active: bool
-    """Whether the claim was not released."""
+    """Whether the worker has not released it."""
 
 
 class ClaimBook:
@@ -105,7 +102,6 @@ class ClaimBook:
         self._root, self._clock, self._chance = root, clock, chance or random.Random()
         self._done = f"done-{zlib.crc32(goal.encode()):08x}"
         self._seen: dict[int, _Sighting] = {}
-        self._reader = ClaimReader(root)
         self._own: dict[int, int] | None = None
         """The claims, by stream, that an earlier process of this worker left behind."""
 
@@ -120,7 +116,7 @@ class ClaimBook:
         wanted = [stream for stream in streams if not self.is_done(stream)]
         if self._own is None:
             self._own = self._find_own(wanted)
-        own = [stream for stream in wanted if self._is_own(stream)]
+        own = [stream for stream in wanted if self._is_own(stream, self._own)]
         free = [stream for stream in wanted if self._is_free(stream) and stream not in own]
         free.sort(key=self._seen.__contains__)  # A stream that was never claimed has all of its work left.
         count = max(_CHOICES, sum(stream not in self._seen for stream in free) // 4)
@@ -153,18 +149,18 @@ class ClaimBook:
         seen = self._seen.get(stream)
         return seen is None or seen.version.released or self._clock() - seen.since >= self.expiry
 
-    def _is_own(self, stream: int) -> bool:
+    def _is_own(self, stream: int, own: Mapping[int, int]) -> bool:
         """Return whether an earlier process of this worker holds the stream: one that ended without releasing it."""
         seen = self._seen.get(stream)
         if seen is None or seen.renewed or seen.version.released:
             return False
-        return (self._own or {}).get(stream) == seen.version.number
+        return own.get(stream) == seen.version.number
 
     def _find_own(self, streams: Iterable[int]) -> dict[int, int]:
         """Read the owners of all active claims once, at the start of this process."""
-        active = {n: self._seen[n].version.number for n in streams if n in self._seen}
-        active = {n: number for n, number in active.items() if not self._seen[n].version.released}
-        calls = (partial(self._reader.owner, *each) for each in active.items())
+        seen = {stream: self._seen[stream].version for stream in streams if stream in self._seen}
+        active = {stream: version.number for stream, version in seen.items() if not version.released}
+        calls = (partial(_read_owner, self._root, *each) for each in active.items())
         owners = zip(active.items(), read_ahead(calls, _READERS), strict=True)
         return {stream: number for (stream, number), owner in owners if owner == self.worker}
 
@@ -195,10 +191,9 @@ class Claim:
         """Give the stream up, so that another worker may take it at once, unless it is finished."""
         suffix = self._done if self.finished else "released"
         self._root.create(_key(self.stream, self.number, suffix), self._body())
-        for info in self._root.list(f"{CLAIMS}{self.stream:04d}/"):
-            found = _KEY.fullmatch(info.key)
-            if found and int(found[2]) < self.number:
-                self._root.delete(info.key)
+        for key, found in _list(self._root, self.stream):
+            if found.number < self.number:
+                self._root.delete(key)
 
     @contextmanager
     def keep_renewed(self, log: Callable[[str], None] = lambda _line: None) -> Iterator[None]:
@@ -242,41 +237,43 @@ class ClaimReader:
         self._owners: dict[tuple[int, int], str] = {}
 
     def owners(self) -> dict[int, Holding]:
-        """Return the last owner of each stream that was ever claimed."""
-        newest = _newest(self._root).items()
-        return {stream: Holding(self.owner(stream, each.number), active=not each.released) for stream, each in newest}
-
-    def owner(self, stream: int, number: int) -> str:
-        """Return the worker of a claim, or an empty string if the claim cannot be read."""
-        if (stream, number) not in self._owners:
-            self._owners[stream, number] = _read_owner(self._root, _key(stream, number))
-        return self._owners[stream, number]
-
-
-def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
-    found: dict[int, _Version] = {}
-    for info in root.list(CLAIMS if stream is None else f"{CLAIMS}{stream:04d}/"):
-        match = _KEY.fullmatch(info.key)
-        if match is None:
-            continue
-        version = _Version(int(match[2]), match[3], (info.updated, info.size, info.etag))
-        before = found.get(int(match[1]))
-        if before is None or (version.number, version.released) > (before.number, before.released):
-            found[int(match[1])] = version
-    return found
+        """Return the last owner of each stream that was ever claimed; an empty name if the claim cannot be read."""
+        holdings = {}
+        for stream, newest in _newest(self._root).items():
+            claim = stream, newest.number
+            if claim not in self._owners:
+                self._owners[claim] = _read_owner(self._root, *claim)
+            holdings[stream] = Holding(self._owners[claim], active=not newest.released)
+        return holdings
 
 
 def forget_finished(root: Folder, stream: int) -> None:
     """Remove the marks that a stream is finished, before the stream is cleared."""
-    for info in root.list(f"{CLAIMS}{stream:04d}/"):
-        found = _KEY.fullmatch(info.key)
-        if found is not None and found[3].startswith("done-"):
-            root.delete(info.key)
+    for key, version in _list(root, stream):
+        if version.state.startswith("done-"):
+            root.delete(key)
 
 
-def _read_owner(root: Folder, key: str) -> str:
+def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
+    found: dict[int, _Version] = {}
+    for key, version in _list(root, stream):
+        number = int(key.split("/")[1])
+        before = found.get(number)
+        if before is None or (version.number, version.released) > (before.number, before.released):
+            found[number] = version
+    return found
+
+
+def _list(root: Folder, stream: int | None) -> Iterator[tuple[str, _Version]]:
+    """Yield the key of each object that belongs to a claim, and what the listing shows of it."""
+    for info in root.list(CLAIMS if stream is None else f"{CLAIMS}{stream:04d}/"):
+        if match := _KEY.fullmatch(info.key):
+            yield info.key, _Version(int(match[2]), match[3], (info.updated, info.size, info.etag))
+
+
+def _read_owner(root: Folder, stream: int, number: int) -> str:
     try:
-        return str(json.loads(root.get(key))["worker"])
+        return str(json.loads(root.get(_key(stream, number)))["worker"])
     except (NotFound, ValueError, KeyError, TypeError, RecursionError):
         return ""  # Other programs can write to the bucket too, so a claim that cannot be parsed has no owner.
 
