@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -195,15 +195,12 @@ class Commit:
                 "attempt": self.attempt,
                 "stream": self.stream,
                 "shards": [shard.to_json() for shard in self.shards],
-                "skipped": [
-                    {"index": skip.index, "task_id": skip.task_id, "reason": skip.reason, "detail": skip.detail}
-                    for skip in self.skipped
-                ],
+                "skipped": [asdict(skip) for skip in self.skipped],
                 "end": self.end,
                 "statistics": dict(self.statistics),
                 "created": self.created,
                 "version": self.version,
-                **({"parts": [[part.first, part.rows, part.hash] for part in self.parts]} if self.parts else {}),
+                **({"parts": [astuple(part) for part in self.parts]} if self.parts else {}),
             }
         )
 

@@ -18,13 +18,13 @@ Before a sample is tried alone, the worker computes a sample that is already sto
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder
 from spile.spec.ranges import Ranges
+from spile.spec.records import typed_fields
 from spile.store.layout import SUSPECTS
 
 VARIABLE = "SPILE_SUPERVISOR"
@@ -217,38 +217,18 @@ def read_trials(folder: Folder) -> Trials | None:
     """Read ``suspects.json``; return None if there is none, or if it cannot be read: it only guides the search."""
     try:
         found = json.loads(folder.get(SUSPECTS))
-        return Trials(
-            stream=str(found["stream"]),
-            groups=tuple(
-                Suspects(_ranges(each["samples"]), tuple(map(str, each["causes"])), int(each["alone"]))
-                for each in found["groups"]
-            ),
-            careful=int(found["careful"]),
-            trial=_ranges(found["trial"]),
-            controlled=bool(found["controlled"]),
-            launch=str(found["launch"]),
-            ended=str(found["ended"]),
+        groups = tuple(
+            Suspects(**{**typed_fields(Suspects, each), "samples": _ranges(each["samples"])})
+            for each in found["groups"]
         )
-    except NotFound:
-        return None
+        return Trials(**{**typed_fields(Trials, found), "groups": groups, "trial": _ranges(found["trial"])})
     except Exception:  # noqa: BLE001 - a forged record can raise anything, and the search can begin again without it
         return None
 
 
 def write_trials(folder: Folder, trials: Trials) -> None:
-    record = {
-        "stream": trials.stream,
-        "launch": trials.launch,
-        "careful": trials.careful,
-        "trial": trials.trial.pairs(),
-        "controlled": trials.controlled,
-        "ended": trials.ended,
-        "groups": [
-            {"samples": group.samples.pairs(), "causes": list(group.causes), "alone": group.alone}
-            for group in trials.groups
-        ],
-        "process": os.getpid(),
-    }
+    groups = [{**vars(group), "samples": group.samples.pairs()} for group in trials.groups]
+    record = {**vars(trials), "trial": trials.trial.pairs(), "groups": groups}
     folder.put(SUSPECTS, json.dumps(record).encode() + b"\n")
 
 

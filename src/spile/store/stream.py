@@ -56,13 +56,9 @@ _SAME_SETTINGS = "give the same settings, or another --output"
 
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return (field, stored, ours) for each field that differs when both are JSON values."""
-    plain = json.loads(json.dumps(ours))
-    names = sorted({*stored, *plain})
-    return [
-        (name, stored.get(name, _ABSENT), plain.get(name, _ABSENT))
-        for name in names
-        if stored.get(name, _ABSENT) != plain.get(name, _ABSENT)
-    ]
+    theirs, ours = json.loads(json.dumps([dict(stored), dict(ours)]))
+    pairs = [(name, theirs.get(name, _ABSENT), ours.get(name, _ABSENT)) for name in sorted({*theirs, *ours})]
+    return [(name, stored, ours) for name, stored, ours in pairs if stored != ours]
 
 
 def mismatch(place: str, differing: list[tuple[str, Any, Any]], fix: str = _SAME_SETTINGS) -> RunMismatch:
@@ -95,18 +91,17 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         RunMismatch: If it belongs to another run. The message names every field that differs.
 
     """
-    stored = _read(root)
+    stored = read_run(root)
     if stored is None and root.create(RUN, _run_bytes(identity)):
         return
-    stored = stored or _read(root)
+    stored = stored or read_run(root)
     if stored is None:
         raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
-    differing = differences(stored["numbers"], identity.compared())
-    if differing:
+    if differing := differences(stored.compared(), identity.compared()):
         raise mismatch(root.url, differing)
-    if (folders := stored.get("folders", "tpu")) != identity.folders:  # Another worker has just created the run.
+    if stored.folders != identity.folders:  # Another worker has just created the run.
         raise RunMismatch(
-            f"{root.url} was begun with folders named {folders}_N",
+            f"{root.url} was begun with folders named {stored.folders}_N",
             found=f"{identity.folders}_N",
             fix="run the same command again",
         )
@@ -137,7 +132,7 @@ def claim_answers(folder: Folder, root: Folder) -> None:
 
     """
     run = _read(root) or {}
-    ours = {"run": run.get("id", run.get("fingerprint")), "output": root.url}
+    ours = {"run": run.get("id") or run.get("fingerprint"), "output": root.url}
     if folder.create(ANSWERS, json.dumps(ours).encode() + b"\n"):
         return
     where = f"{folder.url}/{ANSWERS}"
@@ -186,7 +181,7 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
         theirs["taps"], ours["taps"] = (
             [str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec)
         )
-    differing = differences(json.loads(json.dumps(theirs)), ours)
+    differing = differences(theirs, ours)
     if differing:
         raise mismatch(root.url, differing)
 
@@ -264,12 +259,8 @@ def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
 
 
 def _read(root: Folder) -> dict[str, Any] | None:
-    if (data := get_if_present(root, RUN)) is None:
-        return None
-    record = unseal(data, f"{root.url}/{RUN}", RUN_FORMATS)
-    if not isinstance(record.get("numbers"), dict):
-        raise Damaged(f"{root.url}/{RUN} is not the record of a run", expected="an object named numbers")
-    return record
+    data = get_if_present(root, RUN)
+    return None if data is None else unseal(data, f"{root.url}/{RUN}", RUN_FORMATS)
 
 
 @dataclass(frozen=True)

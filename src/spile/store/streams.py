@@ -57,23 +57,16 @@ def judge_split(
 
 def mixed_splits(root: str, records: Sequence[StreamRecord]) -> list[Problem]:
     """Return a problem if the streams belong to different splits: samples would then be duplicated or missing."""
-    groups: dict[tuple[int, str | None] | None, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for record in records:
-        known = record.identity.streams is not None
-        groups.setdefault((record.identity.streams or 0, record.identity.split) if known else None, []).append(
-            record.worker_id
-        )
+        streams, split = record.identity.streams, record.identity.split
+        name = "no split" if streams is None else f"{streams} streams (split {split or 'unknown'})"
+        groups.setdefault(name, []).append(record.worker_id)
     if len(groups) < 2:
         return []
-    groups_text = "; ".join(
-        _describe_group(group, numbers) for group, numbers in sorted(groups.items(), key=lambda item: item[1])
-    )
-    return [Problem("wrong", root, f"its streams are of different splits of the data: {groups_text}")]
-
-
-def _describe_group(group: tuple[int, str | None] | None, numbers: list[int]) -> str:
-    names = f"stream {numbers[0]}{f' and {len(numbers) - 1} more' if len(numbers) > 1 else ''}"
-    return f"{names} of no split" if group is None else f"{names} of {group[0]} streams (split {group[1] or 'unknown'})"
+    more = {name: f" and {len(numbers) - 1} more" if len(numbers) > 1 else "" for name, numbers in groups.items()}
+    found = "; ".join(f"stream {numbers[0]}{more[name]} of {name}" for name, numbers in groups.items())
+    return [Problem("wrong", root, f"its streams are of different splits of the data: {found}")]
 
 
 _ALIGNED = ("offsets", "sample_index", "tokens", "roles", POSITIONS, CONTEXT, CONTEXT_OFFSETS)

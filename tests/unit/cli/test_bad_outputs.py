@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spile.store.ledger import seal, unseal
 from unit.cli.refusals import SMALL, Refuse, lines, listing, spile
 from unit.models.toy_models import copy_model, edit_tensors
 
@@ -72,7 +73,9 @@ def test_a_damaged_run_record(refused: Refuse, made: Path, run: Path) -> None:
 
 
 def test_a_gap_in_the_ledger(refused: Refuse, made: Path, run: Path) -> None:
-    (run / "stream_0" / "commits" / "0001.json").rename(run / "stream_0" / "commits" / "0002.json")
+    first, second = (run / "stream_0" / "commits" / name for name in ("0001.json", "0002.json"))
+    second.write_bytes(seal({**unseal(first.read_bytes(), "commit"), "number": 2}))
+    first.unlink()
     line = refused("--dataset", made / "texts.jsonl", "--output", run, *SMALL, code=1)
     assert "has a gap: expected commits 1 to 2, found none numbered 1" in line
 
