@@ -161,20 +161,14 @@ class TapAccumulator:
 
     def add(self, rows: _Array, tokens: _Array, samples: _Array, positions: _Array) -> None:
         """Add rows with the token, the sample number and the position in the sample of each row."""
-        width, norms = rows.shape[1], np.empty(len(rows))
-        step = max(1, min(max(64, _BLOCK // width), len(rows)))
-        room, bits = np.empty((step, width)), np.empty((step, width), np.uint32)
+        norms, step = np.empty(len(rows)), max(64, _BLOCK // rows.shape[1])
         with np.errstate(invalid="ignore", over="ignore"):  # Rows with NaN are stored but have no norm.
             for start in range(0, len(rows), step):
-                block = rows[start : start + step]
-                wide = room[: len(block)]
-                _widen(block, wide, bits[: len(block)])
+                wide = widened(rows[start : start + step], np.float64)
+                squares = np.square(wide)
                 # BLAS would start its own threads for each writer thread, which is slower.
-                self._sums[0] += wide.sum(axis=0)
-                np.multiply(wide, wide, out=wide)
-                self._sums[1] += wide.sum(axis=0)
-                wide.sum(axis=1, out=norms[start : start + step])
-            np.sqrt(norms, out=norms)
+                self._sums += wide.sum(axis=0), squares.sum(axis=0)
+                norms[start : start + step] = np.sqrt(squares.sum(axis=1))
         self._count(norms)
         self._rank(norms, tokens, samples, positions)
         self.count += len(rows)
@@ -205,13 +199,3 @@ def widened(rows: _Array, dtype: npt.DTypeLike) -> _Array:
     if rows.dtype == ml_dtypes.bfloat16 and dtype in (np.float32, np.float64):
         rows = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return rows.astype(dtype, copy=False)
-
-
-def _widen(rows: _Array, wide: _Array, bits: _Array) -> None:
-    """Write the same numbers as float64 into ``wide``; ``bits`` is a scratch buffer for the bits of float32 values."""
-    if rows.dtype != ml_dtypes.bfloat16:
-        wide[...] = rows
-        return
-    bits[...] = rows.view(np.uint16)
-    np.left_shift(bits, 16, out=bits)
-    wide[...] = bits.view(np.float32)
