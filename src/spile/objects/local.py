@@ -10,7 +10,6 @@ import ctypes
 import errno
 import fcntl
 import io
-import mmap
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 from typing_extensions import Buffer
 
 from spile.errors import Damaged, StoreError
@@ -28,8 +28,6 @@ from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwrit
 _TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _MOVE_CHUNK = 8 << 20
-_MADV_POPULATE_READ = 22
-"""Not named by the standard library."""
 _RAM_DISKS = (0x01021994, 0x858458F6)
 """tmpfs and ramfs, as numbered by statfs."""
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -101,37 +99,6 @@ def read_into(path: Path, offset: int, target: memoryview) -> int:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done
-
-
-class MappedFile:
-    """A file mapped into memory.
-
-    Touching a page that the disk cannot return, or that is past the end of a truncated file, kills the process. Callers
-    therefore ask :meth:`can_read` first, which makes the system load the pages, and read the file otherwise.
-    """
-
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self._map = mapped
-        self.view = memoryview(mapped)
-
-    @classmethod
-    def of(cls, path: Path, size: int) -> MappedFile | None:
-        """Map a file of ``size`` bytes; return None if it has the wrong size or cannot be mapped."""
-        try:
-            with open_plain(path) as file:
-                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        except (OSError, ValueError):
-            return None
-        return cls(mapped) if len(mapped) == size else None
-
-    def can_read(self, start: int, length: int) -> bool:
-        """Load these bytes; return False if that fails or the system cannot tell (Linux before 5.14, others)."""
-        begin = start - start % mmap.PAGESIZE
-        try:
-            self._map.madvise(_MADV_POPULATE_READ, begin, start + length - begin)
-        except (OSError, ValueError, AttributeError):
-            return False
-        return True
 
 
 def is_abandoned(path: Path) -> bool:
@@ -293,12 +260,12 @@ class LocalFolder:
         return map(self.get, keys)
 
     def get_range(self, key: str, start: int, length: int) -> memoryview:
-        path, target = self._at(key), bytearray(length)
-        done = read_into(path, start, memoryview(target))
+        path, target = self._at(key), np.empty(length, np.uint8).data
+        done = read_into(path, start, target)
         if done < length:
             raise StoreError(f"{path} is cut short", expected=f"{start + length} bytes", found=start + done)
         self.stats.add(requests=1, bytes_read=length)
-        return memoryview(target)
+        return target
 
     def info(self, key: str) -> ObjectInfo:
         path = self._at(key)

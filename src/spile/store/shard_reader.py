@@ -8,18 +8,16 @@ chunks that it overlaps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import Damaged
+from spile.errors import Damaged, StoreError
 from spile.objects.crc import crc32c, fold_chunks, to_hex
-from spile.objects.folder import Folder
-from spile.objects.local import MappedFile, read_into
+from spile.objects.folder import Folder, NotFound
 from spile.spec.safetensors import TensorPlace
 from spile.store.ledger import ShardRecord
 from spile.store.shard import (
@@ -35,7 +33,7 @@ from spile.store.shard import (
 from spile.store.statistics import SUMS
 
 _LARGE = 64 << 20
-_SMALL = 4 << 20
+_SMALL_TAIL = 4 << 20
 """A tail (the tensors that are not taps) of at most this many bytes is fetched with one read."""
 SMALL_SHARD = 256 << 10
 """A shard of at most this many bytes is fetched with one read and kept in memory while it is open."""
@@ -70,11 +68,10 @@ class ShardReader:
         self._expected, self._added = expected, added
         self.where = f"{folder.url}/{record.name}"
         self._lock = threading.RLock()
-        self._map: MappedFile | Literal[False] | None = None
-        self._object: memoryview | None = None
         self._header: ShardHeader | None = None
         self._notes: list[dict[str, Any]] | None = None
-        self._tail: memoryview | None = None
+        self._cache: tuple[int, memoryview] | None = None
+        """The last bytes of the file, and the offset of the first of them."""
         self._kept: dict[str, npt.NDArray[Any]] = {}
         self._sums: dict[str, ChunkSums] = {}
         self._places: npt.NDArray[np.intp] | None = None
@@ -85,7 +82,7 @@ class ShardReader:
         with self._lock:
             if self._header is None:
                 length, crc = self.record.header
-                data = self._checked("its header", 0, length, [crc], length, self._bytes)
+                data = self._checked("its header", 0, length, [crc], length)
                 header = parse_shard_header(bytes(data), self.record.size, self.where)
                 for name, wanted in self._expected.items():
                     if (found := header.metadata.get(name)) != wanted:
@@ -110,7 +107,7 @@ class ShardReader:
                 place, wanted = self.place(name), self.record.tensors.get(name)
                 if wanted is None:
                     raise Damaged(f"{self.where}: its commit has no checksum of {name}")
-                data = self._checked(name, place.start, place.length, [wanted], max(1, place.length), self._tail_bytes)
+                data = self._checked(name, place.start, place.length, [wanted], max(1, place.length))
                 self._kept[name] = np.frombuffer(data, place.dtype).reshape(place.shape)
             return self._kept[name]
 
@@ -155,7 +152,7 @@ class ShardReader:
         chunk = self.chunk_bytes(name)
         begin, end = first // chunk, -(-last // chunk)
         if self._known_good(name, begin, end):
-            part = self._bytes(place.start + first, last - first)
+            part = self._read(place.start + first, last - first)
         else:
             part = self.chunks(name, begin, end)[first - begin * chunk : last - begin * chunk]
         return self.decoded(name, start, np.frombuffer(part, place.dtype).reshape(stop - start, *place.shape[1:]))
@@ -193,9 +190,9 @@ class ShardReader:
         sums = self.sums(name)
         start, length = place.start + begin * chunk, min(end * chunk, place.length) - begin * chunk
         if self._known_good(name, begin, end):
-            return self._bytes(start, length)
+            return self._read(start, length)
         crcs = sums.crcs[begin:end].tolist()
-        data = self._checked(f"{name}, chunk {{}}", start, length, crcs, chunk, self._bytes, begin)
+        data = self._checked(f"{name}, chunk {{}}", start, length, crcs, chunk, begin)
         sums.trusted[begin:end] = True
         return data
 
@@ -216,24 +213,17 @@ class ShardReader:
         return self.of(name).header.places[name]
 
     def _checked(
-        self,
-        what: str,
-        start: int,
-        length: int,
-        sums: Sequence[int],
-        step: int,
-        read: Callable[[int, int], memoryview],
-        first: int = 0,
+        self, what: str, start: int, length: int, sums: Sequence[int], step: int, first: int = 0
     ) -> memoryview:
         """Return bytes that match their checksums, one per ``step`` bytes. After a mismatch they are read once more.
 
         They are checked with one call, because each call releases the interpreter's lock and must wait to get it back.
         """
         for last in (False, True):
-            data = read(start, length)
+            data = self._read(start, length)
             if crc32c(data) == fold_chunks(sums, length, step):
                 break
-            self._object = self._tail = None
+            self._cache = None
             if last:
                 found = [crc32c(data[at : at + step]) for at in range(0, max(1, len(data)), step)]
                 place = next((n for n, (a, b) in enumerate(zip(found, sums, strict=False)) if a != b), len(found) - 1)
@@ -254,55 +244,37 @@ class ShardReader:
                     at += count
             return self._sums[name]
 
-    def _tail_bytes(self, start: int, length: int) -> memoryview:
-        begin = self.header.places["offsets"].start
-        if start < begin or self.record.size - begin > _SMALL:
-            return self._read(start, length)
-        tail = self._tail
-        if tail is None:
-            tail = self._tail = self._read(begin, self.record.size - begin)
-        return tail[start - begin : start - begin + length]
-
-    def _bytes(self, start: int, length: int) -> memoryview:
-        """Return bytes of the object; those of a local file are mapped, not copied, if they can be."""
-        path = self.folder.local_path
-        if self.record.size <= SMALL_SHARD or path is None or not length:
-            return self._read(start, length)
-        mapped = self._mapping(path)
-        if mapped is not None and mapped.can_read(start, length):
-            return mapped.view[start : start + length]
-        return self._read(start, length)
-
     def _read(self, start: int, length: int) -> memoryview:
-        """Return a copy of bytes, which stays valid if the file is truncated later."""
-        if not length:
-            return memoryview(b"")
-        if self.record.size > SMALL_SHARD:
-            return self._copied(start, length)
+        """Return a copy of bytes. Those of a small shard, or of a small tail, are fetched with one read and kept."""
+        begin = self._kept_from()
+        if start < begin or not length:
+            return self._fetch(start, length)
         with self._lock:
-            if self._object is None:
-                self._object = self._copied(0, self.record.size)
-            return self._object[start : start + length]
+            if self._cache is None:
+                self._cache = begin, self._fetch(begin, self.record.size - begin)
+            begin, data = self._cache
+        return data[start - begin : start - begin + length]
 
-    def _copied(self, start: int, length: int) -> memoryview:
-        path = self.folder.local_path
+    def _kept_from(self) -> int:
+        """Return the offset from which on the bytes of the file are kept in memory."""
+        size = self.record.size
+        if size <= SMALL_SHARD:
+            return 0
+        tail = size if self._header is None else self._header.places["offsets"].start
+        return tail if size - tail <= _SMALL_TAIL else size
+
+    def _fetch(self, start: int, length: int) -> memoryview:
         if length > _LARGE:  # Check before allocating memory, because a forged commit may contain any length.
             self._check_size()
-        if path is None:
+        try:
             return memoryview(self.folder.get_range(self.record.name, start, length))
-        target = np.empty(length, np.uint8).data
-        if read_into(path / self.record.name, start, target) != len(target):
+        except NotFound:
+            raise
+        except StoreError:
             self._check_size()
-            raise Damaged(f"{self.where} became shorter while it was read")
-        return target
+            raise
 
     def _check_size(self) -> None:
         found = self.folder.info(self.record.name).size
         if found != self.record.size:
             raise Damaged(f"{self.where} has the wrong size", expected=self.record.size, found=found)
-
-    def _mapping(self, path: Path) -> MappedFile | None:
-        with self._lock:
-            if self._map is None:
-                self._map = MappedFile.of(path / self.record.name, self.record.size) or False
-            return self._map or None

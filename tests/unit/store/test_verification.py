@@ -21,7 +21,6 @@ from recomputing import Rows, recompute_with
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.clouds import GoogleBucket
-from spile.objects.local import MappedFile
 from spile.reading.dataset import open as open_dataset
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
@@ -402,7 +401,6 @@ def begin_upload(folder: Folder, key: str) -> str:
 
 
 def test_a_file_that_is_cut_while_it_is_open_is_damage(tmp_path: Path) -> None:
-    """In a process of its own: a mapped file would end it with SIGBUS, and no message."""
     produce(open_folder(str(tmp_path)), 45)
     script = f"""
 import os
@@ -445,21 +443,8 @@ def test_a_block_that_the_disk_cannot_read_is_damage_of_that_shard_alone(
             raise OSError(errno.EIO, "Input/output error")
         return real_open(path, *args, **options)
 
-    monkeypatch.setattr(MappedFile, "can_read", lambda *_: False)  # as the system says of such a block
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "open", opened)
     (line,) = lines(root)
     assert line.startswith(f"damaged: ROOT/tpu_0/{names[1]}: ")
     assert "cannot be read: found a block that the disk cannot return" in line
-
-
-def test_where_there_is_no_room_to_map_a_shard_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = open_folder(str(tmp_path))
-    produce(root, 45)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("spile.objects.local.mmap.mmap", full)
-    assert verify(root).ok
-    assert open_dataset(root).sample(0, 1).rows("attn.1").shape[1] == D
