@@ -17,7 +17,7 @@ import orjson
 
 from spile.data.lines import StreamFile, embedded_tasks, first_bytes
 from spile.data.rows import MASK, PAIRS, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
-from spile.data.tables import Hub, LocatedSource, Parquet, RowSource, SourceRow, check_columns
+from spile.data.tables import Hub, Parquet, RowSource, SourceRow, check_columns
 from spile.errors import DataError, RunMismatch, SpecError, StoreError
 from spile.objects import is_remote
 from spile.spec.amounts import counted
@@ -30,19 +30,30 @@ _LINES = (".jsonl", ".ndjson")
 _TABLES = (".parquet", ".csv", ".tsv", ".tab", ".txt", ".json")
 _WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
 """Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
+_ESTIMATED_FROM = 4 << 20
+"""Bytes of a file that are read to estimate its number of rows."""
 _SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Jsonl(LocatedSource):
-    """A file with one JSON object per line, local or in a bucket."""
+class FileSource(RowSource):
+    """A file of rows, local or in a bucket."""
 
     location: str
 
+    def count(self) -> int:
+        beginning, total = first_bytes(self.location, _ESTIMATED_FROM)
+        return max(1, round(self._rows_in(beginning) * total / max(1, len(beginning))))
+
+    def _rows_in(self, beginning: bytes) -> int:
+        return beginning.count(b"\n")
+
+
+class Jsonl(FileSource):
+    """A file with one JSON object per line."""
+
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per line; a line that is not JSON becomes a row with a problem."""
-        file = StreamFile(self.location)
-        for line in islice(file.lines(), start, stop):
+        for line in islice(StreamFile(self.location).lines(), start, stop):
             place = f"line {line.number}"
             try:
                 yield SourceRow(line.index, orjson.loads(line.raw), place, line.raw)
@@ -51,17 +62,15 @@ class Jsonl(LocatedSource):
 
 
 @dataclass(frozen=True)
-class JsonFile(LocatedSource):
+class JsonFile(FileSource):
     """One JSON document: a list of rows, or ARC tasks by id as in ``arc_format_train.json``. It is read into memory.
 
     A file with this suffix that holds one JSON object per line is read as such.
     """
 
-    location: str
     column: str
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per element, in the file's order."""
         content = bytearray()
         for chunk in StreamFile(self.location).chunks():
             content += chunk
@@ -93,15 +102,13 @@ class JsonFile(LocatedSource):
 
 
 @dataclass(frozen=True)
-class Csv(LocatedSource):
-    """A CSV or TSV file with a header, local or in a bucket. Values are strings."""
+class Csv(FileSource):
+    """A CSV or TSV file with a header. Values are strings."""
 
-    location: str
     columns: frozenset[str] = field(default_factory=frozenset)
     keep: tuple[str, ...] = ()
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per record; a record with missing or additional cells becomes a row with a problem."""
         records = self._records()
         _, header = next(records, (0, []))
         if not header:
@@ -128,7 +135,7 @@ class Csv(LocatedSource):
             yield from _text_lines(self.location)
             ended = True
 
-        reader = csv.reader(lines(), delimiter="\t" if self.location.endswith((".tsv", ".tab")) else ",")
+        reader = csv.reader(lines(), delimiter=self._delimiter)
         first = 1
         try:
             for cells in reader:
@@ -141,39 +148,57 @@ class Csv(LocatedSource):
         except csv.Error as error:
             raise DataError(f"{self.location} line {first}", expected="CSV", found=str(error)) from error
 
+    @property
+    def _delimiter(self) -> str:
+        return "," if self.location.endswith(".csv") else "\t"
+
+    def _rows_in(self, beginning: bytes) -> int:
+        """Count records: a quoted cell may hold line ends."""
+        text = beginning.decode("utf-8", "replace").splitlines(keepends=True)
+        return sum(1 for _ in csv.reader(text, delimiter=self._delimiter)) - 1
+
 
 @dataclass(frozen=True)
-class TextFile(LocatedSource):
-    """A text file with one prompt per line, local or in a bucket."""
+class TextFile(FileSource):
+    """A text file with one prompt per line."""
 
-    location: str
     column: str
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per non-blank line."""
-        lines = ((number, line.strip()) for number, line in enumerate(_text_lines(self.location), 1))
-        for index, (number, text) in islice(enumerate(line for line in lines if line[1]), start, stop):
-            yield SourceRow(index, {self.column: text}, f"line {number}")
+        for line in islice(StreamFile(self.location).lines(), start, stop):
+            place = f"line {line.number}"
+            try:
+                yield SourceRow(line.index, {self.column: line.raw.decode().strip()}, place)
+            except UnicodeDecodeError:
+                yield SourceRow(line.index, None, place, problem="a line that is not UTF-8 text")
 
 
 @dataclass(frozen=True)
-class TextFolder(LocatedSource):
-    """A folder of text files, one prompt per file, whose id is its path within the folder."""
+class FileFolder(RowSource):
+    """A folder with one row per file: a text, or an ARC task in JSON as in ARC-AGI. The file's name is the row's id."""
 
     folder: Path
+    files: tuple[Path, ...]
     location: str
     column: str
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per file, sorted by path."""
-        for number, path in enumerate(text_files(self.folder)[start:stop], start):
+        for number, path in enumerate(self.files[start:stop], start):
             name = path.relative_to(self.folder).as_posix()
             try:
-                yield SourceRow(number, {"id": name, self.column: path.read_text(encoding="utf-8-sig")}, name)
-            except UnicodeDecodeError:
-                yield SourceRow(number, None, name, problem="a file that is not UTF-8 text")
+                content = path.read_bytes()
+                if path.suffix == ".json":
+                    yield _named(number, orjson.loads(content), path.stem, name)
+                else:
+                    yield SourceRow(number, {"id": name, self.column: content.decode("utf-8-sig")}, name)
+            except (orjson.JSONDecodeError, UnicodeDecodeError):
+                kind = "JSON" if path.suffix == ".json" else "UTF-8 text"
+                yield SourceRow(number, None, name, problem=f"a file that is not {kind}")
             except OSError as error:
                 raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+
+    def count(self) -> int:
+        return len(self.files)
 
 
 def with_rows(spec: DataSpec, data: Any, *, once: bool = False) -> DataSpec:
@@ -197,20 +222,18 @@ def with_rows(spec: DataSpec, data: Any, *, once: bool = False) -> DataSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class PythonRows:
+class PythonRows(RowSource):
     """Rows that a caller gives in Python: strings, dicts, chats or lists of token ids, or the rows of a table."""
 
     data: Any
+    location: str
     column: str
     keep: tuple[str, ...] = ()
 
-    @property
-    def origin(self) -> dict[str, object]:
-        """The type of the data."""
-        return {"dataset": f"Python {type(self.data).__name__}"}
+    def count(self) -> int | None:
+        return len(self.data) if hasattr(self.data, "__len__") else None
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per element, with the fields of the sample and those to keep."""
         for number, element in islice(enumerate(elements(self.data)), start, stop):
             row = _element(number, plain_value(element), self.column)
             yield row if row.data is None else replace(row, data=self._used(row.data))
@@ -220,11 +243,6 @@ class PythonRows:
         names = {self.column, "text", *SAMPLE_FIELDS, *self.keep}
         kept = scalar_fields(row, self.column) if self.keep == (EVERY_FIELD,) else {}
         return {name: value for name, value in row.items() if name in names or name in kept}
-
-
-def text_files(folder: Path) -> list[Path]:
-    """Return the text files below a folder, sorted by path."""
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md") and path.is_file())
 
 
 def _element(number: int, element: object, column: str) -> SourceRow:
@@ -255,24 +273,6 @@ def _text_lines(location: str) -> Iterator[str]:
         yield from io.StringIO(rest, newline="")
     except UnicodeDecodeError as error:
         raise DataError(f"{location} near line {number}", expected="UTF-8 text", found=str(error.reason)) from error
-
-
-@dataclass(frozen=True)
-class ArcFolder(LocatedSource):
-    """A folder with one JSON file per task, named by the task's id, as in ARC-AGI."""
-
-    files: tuple[Path, ...]
-    location: str
-
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per file, sorted by name."""
-        for number, path in enumerate(self.files[start:stop], start):
-            try:
-                yield _named(number, orjson.loads(path.read_bytes()), path.stem, path.name)
-            except orjson.JSONDecodeError:
-                yield SourceRow(number, None, path.name, problem="a file that is not JSON")
-            except OSError as error:
-                raise StoreError(f"{path} cannot be read", found=error.strerror or str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -375,15 +375,17 @@ def _open_folder(
     """Open a folder: a dataset in the hub's layout, ARC files (``--split`` may name a subfolder), or text files."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
-        return Hub(str(path), split or "train", config_name, columns, location=dataset, keep=keep)
+        return Hub(str(path), split or "train", config_name, columns, folder=dataset, keep=keep)
     within = path if split is None else path / split
-    files = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
-    if not files and text_files(path):
-        return TextFolder(path, dataset, column)
-    if not files:
+    tasks = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
+    if tasks:
+        location = dataset if split is None else f"{dataset.rstrip('/')}/{split}"
+        return FileFolder(within, tuple(tasks), location, column)
+    texts = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
+    if not texts:
         expected = "*.json tasks, *.jsonl, *.parquet or *.txt files"
         raise DataError(f"{within} contains no dataset", expected=expected, found="none")
-    return ArcFolder(tuple(files), dataset if split is None else f"{dataset.rstrip('/')}/{split}")
+    return FileFolder(path, tuple(texts), dataset, column)
 
 
 def _named(number: int, data: Any, name: str, place: str) -> SourceRow:
@@ -400,7 +402,7 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
     """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
     turn = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
     if spec.rows is not None:
-        given: RowSource = PythonRows(spec.rows, spec.prompt.column, spec.keep)
+        given = PythonRows(spec.rows, spec.dataset, spec.prompt.column, spec.keep)
         return StreamFile(spec.dataset, partial(_json_lines, given, RowRange(None), spec.dataset, spec.bad_rows))
     if spec.dataset_dir is not None or not _is_table(spec.dataset):
         if spec.split is not None or spec.config_name is not None:
@@ -412,10 +414,10 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
     source = open_source(
         spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
     )
-    if not isinstance(source, Hub | ArcFolder) and part.split not in (None, "train"):
+    if not isinstance(source, Hub | FileFolder) and part.split not in (None, "train"):
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     revision = None
-    if isinstance(source, Hub) and source.location is None:
+    if isinstance(source, Hub) and source.folder is None:
         source = _pinned(source, spec.dataset_revision, stored)
         revision = source.revision
     else:
@@ -446,38 +448,20 @@ def _pinned(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hu
     return replace(source, revision=stored.revision)
 
 
-_ESTIMATED_FROM = 4 << 20
-"""Bytes of a file that are read to estimate its number of rows."""
-
-
 def estimate_rows(spec: DataSpec) -> int | None:
     """Return about how many rows the data has, from its size and its beginning; None if nothing tells it."""
     part = RowRange.parse(spec.split)
-    total = _rows_in(spec, part)
-    if part.stop is not None:
-        total = part.stop if total is None else min(total, part.stop)
-    return None if total is None else max(1, total - part.start)
-
-
-def _rows_in(spec: DataSpec, part: RowRange) -> int | None:
+    source: RowSource = Jsonl(spec.location)
     if spec.rows is not None:
-        return len(spec.rows) if hasattr(spec.rows, "__len__") else None
-    if spec.dataset_dir is None and _is_table(spec.dataset):
+        source = PythonRows(spec.rows, spec.dataset, spec.prompt.column)
+    elif spec.dataset_dir is None and _is_table(spec.dataset):
         source = open_source(
             spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
         )
-        if isinstance(source, Hub | Parquet):
-            return source.count()
-        if isinstance(source, TextFolder):
-            return len(text_files(source.folder))
-        if isinstance(source, ArcFolder):
-            return len(source.files)
-    beginning, total = first_bytes(spec.location, _ESTIMATED_FROM)
-    ends = beginning.count(b"\n")
-    if spec.location.endswith((".csv", ".tsv", ".tab")):  # a quoted cell may hold line ends
-        text = beginning.decode("utf-8", "replace").splitlines(keepends=True)
-        ends = sum(1 for _ in csv.reader(text, delimiter="," if spec.location.endswith(".csv") else "\t")) - 1
-    return max(1, round(ends * total / max(1, len(beginning))))
+    total = source.count()
+    if part.stop is not None:
+        total = part.stop if total is None else min(total, part.stop)
+    return None if total is None else max(1, total - part.start)
 
 
 def _is_table(dataset: str) -> bool:

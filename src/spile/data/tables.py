@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import socket
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -46,30 +47,28 @@ class SourceRow:
     problem: str | None = None
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """A source of rows that can be read repeatedly, always in the same order."""
+
+    location: str
+    """The name that the user gave."""
 
     @property
     def origin(self) -> dict[str, object]:
         """The description of the source in ``streams.json``."""
+        return {"dataset": self.location}
 
+    @abstractmethod
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield rows from number ``start`` up to, but not including, ``stop``."""
 
-
-class LocatedSource:
-    """A source that is described by its location alone."""
-
-    location: str
-
-    @property
-    def origin(self) -> dict[str, object]:
-        """The location of the dataset."""
-        return {"dataset": self.location}
+    @abstractmethod
+    def count(self) -> int | None:
+        """Return about how many rows there are; None if that is unknown without reading them all."""
 
 
 @dataclass(frozen=True)
-class Parquet(LocatedSource):
+class Parquet(RowSource):
     """A Parquet file, read in batches of rows and only the columns that are needed."""
 
     path: Path | None
@@ -79,12 +78,10 @@ class Parquet(LocatedSource):
     keep: tuple[str, ...] = ()
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield one row per row of the table."""
         count = None if stop is None else stop - start
         return (SourceRow(n, data, f"row {n}") for n, data in enumerate(islice(self._records(start), count), start))
 
     def count(self) -> int | None:
-        """Return the number of rows of a local file, from its footer; None for an object in a bucket."""
         from pyarrow import parquet
 
         return None if self.path is None else int(parquet.read_metadata(self.path).num_rows)
@@ -186,38 +183,34 @@ def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...
 
 
 @dataclass(frozen=True)
-class Hub:
+class Hub(RowSource):
     """One split of a dataset on the hub, or of a local folder in the same layout."""
 
     name: str
     split: str
     config_name: str | None
     columns: frozenset[str] = field(default_factory=frozenset)
-    location: str | None = None
+    folder: str | None = None
     """The local folder that the user named, if any."""
     keep: tuple[str, ...] = ()
     revision: str | None = None
     """The commit that is read; None reads the newest one."""
+
+    @property
+    def location(self) -> str:  # type: ignore[override]
+        return self.folder or self.name
 
     def pinned(self, revision: str | None = None) -> Hub:
         """Return the dataset at the commit of a branch or tag, by default at the newest one.
 
         A local folder has none. If the hub does not tell it and no ``revision`` is asked for, it stays open.
         """
-        if self.location is not None or find_spec("datasets") is None:
+        if self.folder is not None or find_spec("datasets") is None:
             return self
         if revision is not None and _COMMIT.fullmatch(revision):
             return replace(self, revision=revision)
-
-        def attempt() -> str | None:
-            try:
-                _reach(self.name)
-                return commit_of(self.name, revision)
-            except Exception as error:  # noqa: BLE001  it is raised again, translated
-                self._raise_translated(error)
-
         try:
-            return replace(self, revision=self._retry(attempt))
+            return replace(self, revision=self._retry(lambda: commit_of(self.name, revision)))
         except SpileError as error:
             if isinstance(error.__cause__, RequestFailure) or revision is not None:
                 raise
@@ -225,12 +218,13 @@ class Hub:
 
     @property
     def origin(self) -> dict[str, object]:
-        """The dataset's name, split and configuration."""
         pin = {} if self.revision is None else {"revision": self.revision}
-        return {"dataset": self.location or self.name, "split": self.split, "config_name": self.config_name, **pin}
+        return {"dataset": self.location, "split": self.split, "config_name": self.config_name, **pin}
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         """Yield rows from ``start``. If the hub becomes unreachable, retry from the first row that was not received."""
+        if find_spec("datasets") is None:
+            raise DataError("datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'")
         number = start
         while True:
             rows = self._retry(partial(self._open, number, stop))
@@ -238,72 +232,67 @@ class Hub:
                 for data in rows:
                     yield SourceRow(number, data, f"row {number}")
                     number += 1
-            except Exception as error:  # noqa: BLE001  it is raised again, translated
-                with suppress(RequestFailure):
-                    self._raise_translated(error)
+            except Exception as error:
+                failure = self._translated(error)
+                if not isinstance(failure, RequestFailure):
+                    raise failure from error
             else:
                 return
 
-    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
-        """Return the rows of a range after receiving the first of them."""
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise DataError(
-                "datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'"
-            ) from error
-        try:
-            if self.location is None:
-                _reach(self.name)
-            rows = self._load(load_dataset, start, stop)
-            return chain(list(islice(rows, 1)), rows)
-        except Exception as error:  # noqa: BLE001  it is raised again, translated
-            self._raise_translated(error)
-
-    def _raise_translated(self, error: Exception) -> NoReturn:
-        """Raise :class:`RequestFailure` if the hub is temporarily unavailable, else the permanent error."""
-        failure = error if isinstance(error, SpileError) else self._failed(error)
-        failure.__cause__ = error.__cause__ if failure is error else error
-        if self.location is None and isinstance(failure, StoreError) and _is_transient(failure):
-            raise RequestFailure(str(failure.found), transient=True) from error
-        raise failure
-
     def count(self) -> int | None:
         """Return the number of rows: what the dataset's card says, or an estimate from its first Parquet file."""
-        try:
-            from datasets import load_dataset_builder
-            from huggingface_hub import HfFileSystem
-            from pyarrow import parquet
+        return self._retry(self._count)
 
-            builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
-            known = (builder.info.splits or {}).get(self.split)
-            if known is not None and known.num_examples:
-                return int(known.num_examples)
-            if self.location is not None or not self._parquet_files:
-                return None
-            sizes = [int(HfFileSystem().info(address)["size"]) for address in self._parquet_files]
-            with HfFileSystem().open(self._parquet_files[0]) as content:
-                return int(parquet.read_metadata(content).num_rows * sum(sizes) / sizes[0])
-        except Exception as error:
-            raise self._failed(error) from error
+    def _count(self) -> int | None:
+        from datasets import load_dataset_builder
+        from huggingface_hub import HfFileSystem
+        from pyarrow import parquet
 
-    def _retry(self, attempt: Callable[[], Result]) -> Result:
+        builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
+        known = (builder.info.splits or {}).get(self.split)
+        if known is not None and known.num_examples:
+            return int(known.num_examples)
+        if self.folder is not None or not self._parquet_files:
+            return None
+        sizes = [int(HfFileSystem().info(address)["size"]) for address in self._parquet_files]
+        with HfFileSystem().open(self._parquet_files[0]) as content:
+            return int(parquet.read_metadata(content).num_rows * sum(sizes) / sizes[0])
+
+    def _retry(self, call: Callable[[], Result]) -> Result:
+        """Call the hub, again and again while it is unavailable."""
+
+        def attempt() -> Result:
+            try:
+                if self.folder is None:
+                    _reach()
+                return call()
+            except Exception as error:
+                raise self._translated(error) from error
+
         try:
             retry = Retry.for_name(self.name) if self.revision is None else Retry.from_environment()
             return retry_while_unavailable(self.name, attempt, retry)
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 
-    def _load(self, load: Callable[..., Any], start: int, stop: int | None) -> Iterator[Any]:
-        """Return the rows of a range. Parquet files of a pinned dataset are read from the right row group on."""
+    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
+        """Return the rows of a range after receiving the first of them.
+
+        Parquet files of a pinned dataset are read from the right row group on.
+        """
+        from datasets import load_dataset
+
         if self.revision is not None and self._parquet_files:
-            return islice(self._records(start), None if stop is None else stop - start)
-        pin = {} if self.revision is None else {"revision": self.revision}
-        dataset = load(self.name, self.config_name, split=self.split, streaming=True, **pin)
-        if dataset.column_names is not None:
-            dataset = dataset.select_columns(check_columns(dataset.column_names, self.columns, self.keep, self.name))
-        dataset = dataset.skip(start) if start else dataset
-        return iter(dataset if stop is None else dataset.take(stop - start))
+            rows = islice(self._records(start), None if stop is None else stop - start)
+        else:
+            pin = {} if self.revision is None else {"revision": self.revision}
+            dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True, **pin)
+            if dataset.column_names is not None:
+                columns = check_columns(dataset.column_names, self.columns, self.keep, self.name)
+                dataset = dataset.select_columns(columns)
+            dataset = dataset.skip(start) if start else dataset
+            rows = iter(dataset if stop is None else dataset.take(stop - start))
+        return chain(list(islice(rows, 1)), rows)
 
     @cached_property
     def _parquet_files(self) -> list[str]:
@@ -334,26 +323,33 @@ class Hub:
                 yield from parquet_rows(content, start, self.columns, self.keep, self.name, footer)
             start = 0
 
-    def _failed(self, error: Exception) -> SpileError:
-        """Translate an exception of the library to one of ours, with a way to fix it."""
+    def _translated(self, error: Exception) -> SpileError | RequestFailure:
+        """Return the error for the user, or :class:`RequestFailure` if the hub is temporarily unavailable."""
+        if isinstance(error, SpileError):
+            return error
         from datasets.exceptions import DatasetNotFoundError
+        from huggingface_hub import constants
         from huggingface_hub.errors import RevisionNotFoundError
 
-        name, message = self.location or self.name, f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if _no_network(error):
-            return _unreachable(name, message)
-        if isinstance(error, RevisionNotFoundError):
+        name, message = self.location, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        no_network = _no_network(error)
+        if not no_network and isinstance(error, RevisionNotFoundError):
             expected = "a branch, tag or commit of the dataset"
             return DataError(f"--dataset-revision of {name}", expected=expected, found="none with this name")
-        if isinstance(error, DatasetNotFoundError):
+        if not no_network and isinstance(error, DatasetNotFoundError):
             return DataError(
                 f"no dataset {name} on the hub, or no access to it",
                 found=message,
                 fix="check its name, and for a private or gated one set HF_TOKEN",
             )
-        if isinstance(error, ValueError):
+        if not no_network and isinstance(error, ValueError):
             return DataError(f"{name} cannot be opened", found=message, fix="check --split and --config-name")
-        return StoreError(f"{name} cannot be read", found=message)
+        statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in causes(error))
+        status = next((each for each in statuses if isinstance(each, int)), None)
+        transient = no_network if status is None else from_status(status).transient
+        if transient and self.folder is None and not constants.HF_HUB_OFFLINE:  # offline is the user's own setting
+            return RequestFailure(message, transient=True)
+        return _unreachable(name, message) if no_network else StoreError(f"{name} cannot be read", found=message)
 
 
 def commit_of(name: str, revision: str | None) -> str | None:
@@ -371,33 +367,18 @@ def _unreachable(name: str, message: str) -> StoreError:
     )
 
 
-def _reach(name: str) -> None:
+def _reach() -> None:
     """Fail at once without a network; the library would retry by itself and print each attempt."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
         return
     url = urlsplit(constants.ENDPOINT)
+    port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout=10
-        ).close()
-    except OSError as error:
-        trouble = ConnectionError(str(error))  # the error of a failed name resolution is not a ConnectionError
-        raise _unreachable(name, f"{constants.ENDPOINT}: {error.strerror or error}") from trouble
-
-
-def _is_transient(error: StoreError) -> bool:
-    """Return whether the cause is a missing network or a transient status such as 503 or 429."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:  # the user's own setting
-        return False
-    for cause in causes(error.__cause__):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return from_status(status).transient
-    return error.__cause__ is not None and _no_network(error.__cause__)
+        socket.create_connection((url.hostname or "", port), timeout=10).close()
+    except OSError as error:  # of a failed name resolution it is not a ConnectionError
+        raise ConnectionError(f"{constants.ENDPOINT}: {error.strerror or error}") from error
 
 
 def _no_network(error: BaseException) -> bool:

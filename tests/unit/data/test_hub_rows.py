@@ -60,7 +60,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     folder = write_files(tmp_path / "hub", 3, 100, 10)
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", Files)
     monkeypatch.setattr(Hub, "_parquet_files", sorted(map(str, folder.iterdir())))
-    monkeypatch.setattr("spile.data.tables._reach", lambda _: None)
+    monkeypatch.setattr("spile.data.tables._reach", lambda: None)
     monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: "abc")
     return names
 

@@ -128,7 +128,7 @@ def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: To
         ("x.csv", "", "x.csv is empty: expected at least one usable row"),
         ("x.json", "[1, 2]", "row 0: expected a usable row, found an element that is neither"),
         ("x.json", "3", "expected a list of rows"),
-        ("x.txt", b"good\n\xff\xfe\n", "expected UTF-8 text"),
+        ("x.txt", b"good\n\xff\xfe\n", "x.txt line 2: expected a usable row, found a line that is not UTF-8 text"),
         ("x.xlsx", "", "x.xlsx"),
     ],
 )
@@ -176,7 +176,7 @@ def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
         return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(hub, "_reach", lambda _: None)
+    monkeypatch.setattr(hub, "_reach", lambda: None)
     monkeypatch.setattr(hub, "commit_of", lambda *_: None)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "60")
     spec = DataSpec(dataset="someone/reviews", split="train[:3]", config_name="plain", keep=("label",))
