@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cyclopts import Parameter
 
@@ -50,19 +50,9 @@ class SourceFlags:
     bad_rows: Literal["error", "skip"] = "error"
     """Whether a row that cannot be used is an error, or is counted and skipped."""
 
-    def options(self, keep: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the arguments of a conversion or a split that choose the rows."""
-        selection = RowSelection(
-            self.column,
-            self.start_index,
-            self.end_index,
-            self.max_samples,
-            self.max_train_examples,
-            keep,
-            self.bad_rows,
-        )
-        named = {"split": self.split, "config_name": self.config_name, "revision": self.dataset_revision}
-        return {"selection": selection, **named}
+    def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
+        """Return the rows to take from the dataset."""
+        return RowSelection(**{name: value for name, value in vars(self).items() if name != "dataset"}, keep=keep)
 
 
 def convert(
@@ -96,7 +86,7 @@ def convert(
             format=chosen,
             test_outputs=test_outputs,
             progress=lambda tally: seen(tally.samples, source.max_samples),
-            **source.options(),
+            selection=source.selection(),
         )
         sizes = [file.stat().st_size for file in done.files]
     _print_tally(done.tally)
@@ -140,7 +130,7 @@ def streams(
             only=stream_numbers(streams),
             overwrite=overwrite,
             progress=lambda tally: seen(tally.samples, source.max_samples),
-            **source.options(names(keep or "")),
+            selection=source.selection(names(keep or "")),
         )
         if there is not None:
             refuse_others(there, made.manifest, f"{output_dir}/{MANIFEST}")

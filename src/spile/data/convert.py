@@ -11,11 +11,11 @@ import shutil
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -45,26 +45,8 @@ def workspace(folder: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-@contextmanager
-def replacing(*files: Path) -> Iterator[Sequence[IO[bytes]]]:
-    """Yield temporary files to write instead of ``paths``, which must be in one folder.
-
-    The files are renamed, in order, when the block ends without an error. Otherwise nothing changes.
-    """
-    with workspace(files[0].parent) as work, write_errors(files[0]):
-        made = [work / file.name for file in files]
-        with ExitStack() as stack:
-            handles = [stack.enter_context(path.open("wb", buffering=1 << 20)) for path in made]
-            yield handles
-            for handle in handles:
-                handle.flush()
-                os.fsync(handle.fileno())
-        for path, file in zip(made, files, strict=True):
-            path.replace(file)
-
-
 Kind = Literal["arc", "chat", "text", "tokens"]
-_SHOWN = 5
+_SHOWN, _EVERY = 5, 256
 
 
 @dataclass(frozen=True)
@@ -84,6 +66,11 @@ class RowSelection:
     """Additional fields of a row to keep in its line."""
     bad_rows: BadRows = "error"
     """Whether a row that cannot be used is an error, or is counted and skipped."""
+    split: str | None = None
+    """The split of a hub dataset, or the subfolder of a folder of ARC tasks."""
+    config_name: str | None = None
+    dataset_revision: str | None = None
+    """The branch, tag or commit of a hub dataset."""
 
     def __post_init__(self) -> None:
         at_least("--start-index", self.start_index, 0)
@@ -95,9 +82,21 @@ class RowSelection:
                 "--end-index", expected=f"more than --start-index {self.start_index}", found=str(self.end_index)
             )
 
+    def open(self, dataset: str, keep: tuple[str, ...] = ()) -> RowSource:
+        """Open a dataset by name. ``keep``: columns of a table that are read in addition to those of the samples."""
+        return open_source(
+            dataset,
+            column=self.column,
+            split=self.split,
+            config_name=self.config_name,
+            keep=keep,
+            revision=self.dataset_revision,
+        )
+
     def record(self) -> dict[str, object]:
-        """Return the selection as ``streams.json`` records it."""
-        return {name: value for name, value in vars(self).items() if name != "bad_rows" and (name != "keep" or value)}
+        """Return the selection as ``streams.json`` records it; the origin of the source has the rest."""
+        left_out = ("bad_rows", "split", "config_name", "dataset_revision", *(() if self.keep else ("keep",)))
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 @dataclass
@@ -122,6 +121,9 @@ class ItemTally:
         self.rejected[reason] += 1
         if len(self.shown) < _SHOWN:
             self.shown.append(f"{row.place}: {reason}")
+
+
+Progress = Callable[[ItemTally], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +174,20 @@ def usable(
     *,
     arc_only: bool = False,
     keep_rejected: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[Item]:
     """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts.
 
     ``keep_rejected``: also yield a line for each rejected row, so that a run over it records the row as skipped.
+    ``progress`` gets the tally now and then, and at the end.
     """
     kind: Kind | None = "arc" if arc_only else None
     for row in source.rows(selection.start_index, selection.end_index):
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
-            return
+            break
         tally.rows += 1
+        if progress is not None and tally.rows % _EVERY == 0:
+            progress(tally)
         item: Item | str
         if row.problem is not None or not isinstance(row.data, dict):
             item = row.problem or "a row that is not an object"
@@ -197,6 +203,8 @@ def usable(
         else:
             tally.samples += 1
         yield item
+    if progress is not None:
+        progress(tally)
 
 
 def _numbered(number: int) -> str:
@@ -281,73 +289,16 @@ def _from_pairs(pairs: Any) -> dict[str, Any] | str:
     return {"train": made[:-1], "test": made[-1:]}
 
 
-Format = Literal["arc-jsonl", "arc-json"]
-CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
-
-Progress = Callable[[ItemTally], None]
-_EVERY = 256
-
-
-@dataclass(frozen=True)
-class Converted:
-    """The result of a conversion."""
-
-    files: tuple[Path, ...]
-    tally: ItemTally
-
-
-def convert(
-    dataset: str | RowSource,
-    output: Path,
-    *,
-    selection: RowSelection | None = None,
-    split: str | None = None,
-    config_name: str | None = None,
-    revision: str | None = None,
-    format: Format = "arc-jsonl",  # noqa: A002  the flag's name
-    test_outputs: bool = False,
-    progress: Progress | None = None,
-) -> Converted:
-    """Write the tasks of a dataset, given by name or as an open source, to ``output``.
-
-    The output is a JSONL file, or with ``arc-json`` a folder for the challenge pair.
-
-    ``test_outputs`` keeps the test outputs in the JSONL. The output appears only when it is complete, and not at all
-    if a task id occurs twice or no row is usable.
-    """
-    selection = selection or RowSelection()
-    source: RowSource = (
-        open_source(dataset, column=selection.column, split=split, config_name=config_name, revision=revision)
-        if isinstance(dataset, str)
-        else dataset
-    )
-    files = (output,) if format == "arc-jsonl" else (output / CHALLENGES, output / ANSWERS)
-    tally, names = ItemTally(), Unique()
-    written: set[str] = set()
-    with replacing(*files) as handles:
-        write = _JsonlWriter(handles[0], test_outputs) if format == "arc-jsonl" else _PairWriter(*handles)
-        for item in usable(source, selection, tally, arc_only=True):
-            if item.own_id:
-                names.add(item.task_id, item.row)
-            elif format == "arc-json" and item.task_id in written:  # equal tasks are one entry of an object
-                tally.samples -= 1
-                tally.rejected["the same task as an earlier row"] += 1
-                continue
-            else:
-                written.add(item.task_id)
-            write.item(item)
-            if progress is not None and tally.rows % _EVERY == 0:
-                progress(tally)
-        write.end()
-        check_names(names, source, selection)
-        check_some(tally, source)
-    if progress is not None:
-        progress(tally)
-    return Converted(files, tally)
-
-
-def check_names(names: Unique, source: RowSource, selection: RowSelection) -> None:
-    """Raise an error that names both rows if a task id occurs twice."""
+def check_usable(tally: ItemTally, names: Unique, source: RowSource, selection: RowSelection) -> None:
+    """Raise an error if no row of the source is usable, or if a task id occurs twice."""
+    if tally.samples == 0:
+        why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
+        raise DataError(
+            f"{source.origin['dataset']} has no usable rows",
+            expected="at least one task",
+            found=why or "no rows",
+            fix="check --column, --split, --start-index and --end-index",
+        )
     repeat = names.first_repeat()
     if repeat is not None:
         one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
@@ -360,46 +311,73 @@ def check_names(names: Unique, source: RowSource, selection: RowSelection) -> No
         )
 
 
-def check_some(tally: ItemTally, source: RowSource) -> None:
-    """Raise an error if no row of the source is usable."""
-    if tally.samples == 0:
-        why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
-        raise DataError(
-            f"{source.origin['dataset']} has no usable rows",
-            expected="at least one task",
-            found=why or "no rows",
-            fix="check --column, --split, --start-index and --end-index",
-        )
+Format = Literal["arc-jsonl", "arc-json"]
+CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
 
 
-class _JsonlWriter:
-    def __init__(self, file: IO[bytes], test_outputs: bool) -> None:
-        self._file, self._test_outputs = file, test_outputs
+@dataclass(frozen=True)
+class Converted:
+    """The result of a conversion."""
 
-    def item(self, item: Item) -> None:
-        data = item.data
-        test = data["test"] if self._test_outputs else [{"input": pair["input"]} for pair in data["test"]]
-        line = {"task_id": item.task_id, "train": data["train"], "test": test}
-        self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-
-    def end(self) -> None:
-        """Write nothing: a JSONL file has no footer."""
+    files: tuple[Path, ...]
+    tally: ItemTally
 
 
-class _PairWriter:
-    """Writes two JSON objects keyed by task id, one task at a time."""
+def convert(
+    dataset: str,
+    output: Path,
+    *,
+    selection: RowSelection | None = None,
+    format: Format = "arc-jsonl",  # noqa: A002  the flag's name
+    test_outputs: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the tasks of a dataset to ``output``: a JSONL file, or with ``arc-json`` a folder for the challenge pair.
 
-    def __init__(self, challenges: IO[bytes], answers: IO[bytes]) -> None:
-        self._files, self._between = (challenges, answers), b"{\n"
+    ``test_outputs`` keeps the test outputs in the JSONL. The output appears only when it is complete, and not at all
+    if a task id occurs twice or no row is usable.
+    """
+    selection = selection or RowSelection()
+    source = selection.open(dataset)
+    pair = format == "arc-json"
+    files = (output / CHALLENGES, output / ANSWERS) if pair else (output,)
+    before, between, after = (b"{\n", b",\n", b"\n}\n") if pair else (b"", b"", b"")
+    tally, names, unnamed = ItemTally(), Unique(), set[str]()
+    with workspace(files[0].parent) as work, ExitStack() as stack:
+        handles = [stack.enter_context((work / file.name).open("wb", buffering=1 << 20)) for file in files]
+        for item in usable(source, selection, tally, arc_only=True, progress=progress):
+            if item.own_id:
+                names.add(item.task_id, item.row)
+            elif pair and item.task_id in unnamed:  # equal tasks are one entry of an object
+                tally.samples -= 1
+                tally.rejected["the same task as an earlier row"] += 1
+                continue
+            else:
+                unnamed.add(item.task_id)
+            for handle, entry in zip(handles, _pair_entries(item) if pair else _line(item, test_outputs), strict=True):
+                handle.write(before + entry)
+            before = between
+        check_usable(tally, names, source, selection)
+        for handle, file in zip(handles, files, strict=True):
+            handle.write(after)
+            handle.flush()
+            os.fsync(handle.fileno())
+            Path(handle.name).replace(file)
+    return Converted(files, tally)
 
-    def item(self, item: Item) -> None:
-        data = item.data
-        task = {"train": data["train"], "test": [{"input": pair["input"]} for pair in data["test"]]}
-        known = [pair["output"] for pair in data["test"] if pair.get("output") is not None]
-        for file, value in zip(self._files, (task, known), strict=True):
-            file.write(self._between + orjson.dumps(item.task_id) + b": " + orjson.dumps(value))
-        self._between = b",\n"
 
-    def end(self) -> None:
-        for file in self._files:
-            file.write(b"\n}\n" if self._between != b"{\n" else b"{}\n")
+def _line(item: Item, test_outputs: bool) -> tuple[bytes]:
+    test = item.data["test"] if test_outputs else _inputs(item)
+    line = {"task_id": item.task_id, "train": item.data["train"], "test": test}
+    return (orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE),)
+
+
+def _pair_entries(item: Item) -> tuple[bytes, bytes]:
+    """Return the entries of a task in the two JSON objects of the challenge, whose keys are task ids."""
+    name, challenge = orjson.dumps(item.task_id), {"train": item.data["train"], "test": _inputs(item)}
+    outputs = [pair["output"] for pair in item.data["test"] if pair.get("output") is not None]
+    return name + b": " + orjson.dumps(challenge), name + b": " + orjson.dumps(outputs)
+
+
+def _inputs(item: Item) -> list[dict[str, Any]]:
+    return [{"input": pair["input"]} for pair in item.data["test"]]

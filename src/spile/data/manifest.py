@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import orjson
 
 from spile.errors import DataError, untrusted
 from spile.objects import Folder, NotFound, read_chunks
+from spile.objects.folder import get_if_present
 from spile.spec.records import known_fields
 
 MANIFEST = "streams.json"
@@ -108,6 +109,12 @@ def check_stream(
     return manifest
 
 
+def read_manifest(folder: Folder) -> StreamsManifest | None:
+    """Return the folder's ``streams.json``, or None."""
+    raw = get_if_present(folder, MANIFEST)
+    return None if raw is None else StreamsManifest.from_json(raw, f"{folder.url}/{MANIFEST}")
+
+
 _CHUNK = 8 << 20
 _AT_ONCE = 8
 
@@ -123,62 +130,55 @@ class Uploaded:
     """The size of the uploaded files."""
 
 
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    size: int
-    sha256: str
-
-
 def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, int], None] | None = None) -> Uploaded:
     """Upload the streams of a folder, ``streams.json`` last, so that a bucket that has it has all streams it lists.
 
     ``progress`` is called for each file with its name, whether it was uploaded, the number done and the total.
     """
-    files = _local(local_dir)
-    listed = _listed(folder)
-    done = 0
+    hashes = _local_files(local_dir)
+    manifest = read_manifest(folder)
+    listed = {} if manifest is None else {entry.name: entry.sha256 for entry in manifest.streams}
+    uploaded, skipped = list[Path](), list[Path]()
 
-    def finished(file: _File, put: bool) -> None:
-        nonlocal done
-        done += 1
+    def finish(path: Path, put: bool) -> None:
+        (uploaded if put else skipped).append(path)
         if progress is not None:
-            progress(file.path.name, put, done, len(files))
+            progress(path.name, put, len(uploaded) + len(skipped), len(hashes))
 
-    streams = [file for file in files if file.path.name != MANIFEST]
+    streams = [path for path in hashes if path.name != MANIFEST]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="spile-upload") as pool:
-        same = list(pool.map(lambda file: _same(folder, file, listed.get(file.path.name)), streams))
-        if listed and not all(same):
+        same = list(pool.map(lambda path: _same(folder, path, hashes[path], listed.get(path.name)), streams))
+        if manifest is not None and not all(same):
             folder.delete(MANIFEST)  # it must not list streams that are being replaced
-        changed = [file for file, known in zip(streams, same, strict=True) if not known]
-        for file in streams:
-            if file not in changed:
-                finished(file, False)
-        puts = pool.map(lambda file: put_file(folder, file.path.name, file.path), changed)
-        for file, _ in zip(list(changed), puts, strict=True):
-            finished(file, True)
-    for file in [file for file in files if file.path.name == MANIFEST]:
-        put = bool(changed) or not _same(folder, file, None)
+        for path in [path for path, known in zip(streams, same, strict=True) if known]:
+            finish(path, False)
+        changed = [path for path, known in zip(streams, same, strict=True) if not known]
+        for path, _ in zip(changed, pool.map(lambda path: put_file(folder, path.name, path), changed), strict=True):
+            finish(path, True)
+    for path in [path for path in hashes if path.name == MANIFEST]:
+        put = bool(changed) or not _same(folder, path, hashes[path], None)
         if put:
-            put_file(folder, file.path.name, file.path)
-            changed.append(file)
-        finished(file, put)
-    names = {file.path.name for file in changed}
+            put_file(folder, path.name, path)
+        finish(path, put)
     return Uploaded(
         url=folder.url,
-        uploaded=tuple(sorted(names)),
-        skipped=tuple(sorted(file.path.name for file in files if file.path.name not in names)),
-        bytes=sum(file.size for file in changed),
+        uploaded=tuple(sorted(path.name for path in uploaded)),
+        skipped=tuple(sorted(path.name for path in skipped)),
+        bytes=sum(path.stat().st_size for path in uploaded),
     )
 
 
-def _local(folder: Path) -> list[_File]:
-    """Return the files to upload; refuse a stream that differs from its entry in ``streams.json``."""
+def _local_files(folder: Path) -> dict[Path, str]:
+    """Return the files to upload and their hashes; refuse a stream that differs from its entry in ``streams.json``."""
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
-    manifest = folder / MANIFEST
-    raw = manifest.read_bytes() if manifest.is_file() else None
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".json") and path.is_file())
+    if not paths:
+        raise DataError(
+            f"{folder} holds no streams", expected="*.jsonl", found="none", fix="make them with: spile data streams"
+        )
+    manifest = folder / MANIFEST
+    raw = manifest.read_bytes() if manifest in paths else None
     if raw is not None:
         names = [entry.name for entry in StreamsManifest.from_json(raw, str(manifest)).streams]
         missing = [name for name in names if not (folder / name).is_file()]
@@ -189,38 +189,25 @@ def _local(folder: Path) -> list[_File]:
                 found=f"{len(names) - len(missing)}",
                 fix="make the missing ones: spile data streams --streams …",
             )
-    if not paths:
-        raise DataError(
-            f"{folder} holds no streams", expected="*.jsonl", found="none", fix="make them with: spile data streams"
-        )
-    files = [_File(path, path.stat().st_size, _sha256(_chunks(path))) for path in paths]
-    for file in files:
-        check_stream(file.path.name, raw, file.sha256, str(file.path))
-    return files
+    hashes = {path: sha256_of(path) for path in paths}
+    for path, sha256 in hashes.items():
+        check_stream(path.name, raw, sha256, str(path))
+    return hashes
 
 
-def _listed(folder: Folder) -> dict[str, str]:
-    """Return the hashes in the bucket's ``streams.json``."""
-    manifest = read_manifest(folder)
-    return {} if manifest is None else {entry.name: entry.sha256 for entry in manifest.streams}
-
-
-def read_manifest(folder: Folder) -> StreamsManifest | None:
-    """Return the folder's ``streams.json``, or None."""
-    try:
-        return StreamsManifest.from_json(folder.get(MANIFEST), f"{folder.url}/{MANIFEST}")
-    except NotFound:
-        return None
-
-
-def _same(folder: Folder, file: _File, listed: str | None) -> bool:
+def _same(folder: Folder, path: Path, sha256: str, listed: str | None) -> bool:
     """Return whether the bucket has this file, by its listed hash or by reading it."""
     try:
-        if folder.info(file.path.name).size != file.size:
+        if folder.info(path.name).size != path.stat().st_size:
             return False
     except NotFound:
         return False
-    return listed == file.sha256 or _sha256(read_chunks(folder, file.path.name)) == file.sha256
+    if listed == sha256:
+        return True
+    digest = hashlib.sha256()
+    for chunk in read_chunks(folder, path.name):
+        digest.update(chunk)
+    return digest.hexdigest() == sha256
 
 
 def put_file(folder: Folder, key: str, path: Path) -> None:
@@ -231,23 +218,15 @@ def put_file(folder: Folder, key: str, path: Path) -> None:
         return
     writer = folder.writer(key, size)
     try:
-        offset = 0
-        for chunk in _chunks(path):
-            writer.write_at(offset, chunk)
-            offset += len(chunk)
+        with path.open("rb") as file:
+            for offset in range(0, size, _CHUNK):
+                writer.write_at(offset, file.read(_CHUNK))
         writer.finish(size)
     finally:
         writer.abort()
 
 
-def _chunks(path: Path) -> Iterable[bytes]:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a local file."""
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
-
-
-def _sha256(chunks: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

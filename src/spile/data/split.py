@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from spile.data.arc.prompts import shuffled
-from spile.data.convert import ItemTally, RowSelection, Unique, check_names, check_some, replacing, usable, workspace
-from spile.data.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, stream_name
-from spile.data.sources import default_keep, open_source
+from spile.data.convert import ItemTally, Progress, RowSelection, Unique, check_usable, usable, workspace
+from spile.data.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, read_manifest, sha256_of, stream_name
+from spile.data.sources import default_keep
 from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
+from spile.objects import open_folder
 
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
-_EVERY = 256
 
 
 @dataclass(frozen=True)
 class Streams:
     """The result of a split."""
 
-    folder: Path
     manifest: StreamsManifest
     written: tuple[str, ...]
     tally: ItemTally
@@ -66,51 +65,32 @@ class _Writer:
 
 
 def make_streams(
-    dataset: str | RowSource,
+    dataset: str,
     output_dir: Path,
     num_streams: int,
     *,
     selection: RowSelection | None = None,
-    split: str | None = None,
-    config_name: str | None = None,
-    revision: str | None = None,
     seed: int = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
-    progress: Callable[[ItemTally], None] | None = None,
+    progress: Progress | None = None,
 ) -> Streams:
-    """Split a dataset, given by name or as an open source, into ``stream_000.jsonl``, …, listed in ``streams.json``.
+    """Split a dataset into ``stream_000.jsonl``, …, listed in ``streams.json``.
 
     ``only`` writes some streams again, byte for byte as ``streams.json`` lists them. The files are renamed when all are
     complete, ``streams.json`` last.
     """
     selection = selection or RowSelection()
-    source: RowSource = (
-        open_source(
-            dataset,
-            column=selection.column,
-            split=split,
-            config_name=config_name,
-            keep=selection.keep or default_keep(dataset),
-            revision=revision,
-        )
-        if isinstance(dataset, str)
-        else dataset
-    )
+    source = selection.open(dataset, selection.keep or default_keep(dataset))
     chosen = _chosen(num_streams, only)
     if only is not None and overwrite:
         raise SpecError("--overwrite", expected="no --streams: it makes all streams again", found="--streams")
-    _check_folder(output_dir, num_streams, overwrite)
     with workspace(output_dir) as work:
         manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
-        _compare(output_dir, manifest, overwrite)
-        _publish(work, output_dir, manifest, sorted(chosen), overwrite)
-    return Streams(output_dir, manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
-
-
-def _manifest(folder: Path) -> StreamsManifest | None:
-    file = folder / MANIFEST
-    return StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+        if not overwrite:
+            _refuse_other_streams(output_dir, manifest)
+        _publish(work, output_dir, manifest, overwrite)
+    return Streams(manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
 
 
 def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
@@ -130,24 +110,20 @@ def _write(
     chosen: set[int],
     selection: RowSelection,
     seed: int,
-    progress: Callable[[ItemTally], None] | None,
+    progress: Progress | None,
 ) -> tuple[StreamsManifest, ItemTally]:
     """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
     tally, names, order = ItemTally(), Unique(), list[int]()
-    for place, item in enumerate(usable(source, selection, tally, keep_rejected=True)):
+    items = usable(source, selection, tally, keep_rejected=True, progress=progress)
+    for place, item in enumerate(items):
         if place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)
         writers[order[place % num_streams]].line(item.line())
         if item.own_id:
             names.add(item.task_id, item.row)
-        if progress is not None and tally.rows % _EVERY == 0:
-            progress(tally)
-    if progress is not None:
-        progress(tally)
-    check_names(names, source, selection)
-    check_some(tally, source)
+    check_usable(tally, names, source, selection)
     if tally.samples < num_streams:
         raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=str(num_streams))
     manifest = StreamsManifest(
@@ -160,29 +136,21 @@ def _write(
     return manifest, tally
 
 
-def _check_folder(folder: Path, num_streams: int, overwrite: bool) -> None:
-    """Refuse a folder with streams of another split, whose samples would exist twice."""
-    if overwrite or not folder.is_dir():
-        return
-    stale = sorted(f.name for f in folder.iterdir() if (m := STREAM.fullmatch(f.name)) and int(m[1]) >= num_streams)
-    if stale:
-        raise DataError(
-            f"{folder} holds streams of another split",
-            expected=f"{num_streams} streams at most",
-            found=f"{stale[0]} and {len(stale) - 1} more" if len(stale) > 1 else stale[0],
-            fix="use another --output-dir, or --overwrite",
-        )
-
-
-def _compare(folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
-    """Refuse to replace streams of another split."""
-    if overwrite:
-        return
-    there = _manifest(folder)
-    if there is None:
-        _compare_files(folder, manifest)
-    else:
+def _refuse_other_streams(folder: Path, manifest: StreamsManifest) -> None:
+    """Refuse to replace streams of another split. Streams without a ``streams.json`` may be of an interrupted one."""
+    there = read_manifest(open_folder(str(folder)))
+    if there is not None:
         refuse_others(there, manifest, str(folder / MANIFEST))
+        return
+    listed = {entry.name: entry.sha256 for entry in manifest.streams}
+    for path in sorted(folder.iterdir()):
+        if STREAM.fullmatch(path.name) and sha256_of(path) != listed.get(path.name):
+            raise DataError(
+                f"{folder} holds streams of another split",
+                expected=f"the {len(listed)} streams of this one",
+                found=f"a different {path.name}",
+                fix="use another --output-dir, or --overwrite",
+            )
 
 
 def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
@@ -206,32 +174,14 @@ def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) 
     )
 
 
-def _compare_files(folder: Path, manifest: StreamsManifest) -> None:
-    """Check streams without a ``streams.json``: accept those of an interrupted split, refuse any others."""
-    for entry in manifest.streams:
-        path = folder / entry.name
-        if path.is_file() and _sha256(path) != entry.sha256:
-            raise DataError(
-                f"{path} is a different stream, and no {MANIFEST} describes it",
-                expected=f"sha256 {entry.sha256}",
-                found=_sha256(path),
-                fix="use another --output-dir, or --overwrite to replace it",
-            )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _publish(work: Path, folder: Path, manifest: StreamsManifest, chosen: list[int], overwrite: bool) -> None:
-    for number in chosen:
-        (work / stream_name(number)).replace(folder / stream_name(number))
+def _publish(work: Path, folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
+    """Move the new streams to the folder, and then ``streams.json``, unless it is there already."""
+    for path in sorted(work.iterdir()):
+        path.replace(folder / path.name)
     if overwrite:
         listed = {entry.name for entry in manifest.streams}
         for file in folder.iterdir():
             if STREAM.fullmatch(file.name) and file.name not in listed:
                 file.unlink()
-    if not (folder / MANIFEST).is_file() or overwrite:
-        with replacing(folder / MANIFEST) as (handle,):
-            handle.write(manifest.to_json())
+    if overwrite or not (folder / MANIFEST).is_file():
+        open_folder(str(folder)).put(MANIFEST, manifest.to_json())

@@ -148,9 +148,6 @@ def split_streams(
             Path(folder),
             count,
             selection=selection,
-            split=RowRange.parse(data.split).split,
-            config_name=data.config_name,
-            revision=data.dataset_revision,
             seed=data.seed,
         )
         bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
@@ -161,7 +158,16 @@ def split_streams(
 def _selection(data: DataSpec) -> RowSelection:
     part = RowRange.parse(data.split)
     column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
-    return RowSelection(column, part.start, part.stop, keep=data.keep, bad_rows=data.bad_rows)
+    return RowSelection(
+        column,
+        part.start,
+        part.stop,
+        keep=data.keep,
+        bad_rows=data.bad_rows,
+        split=part.split,
+        config_name=data.config_name,
+        dataset_revision=data.dataset_revision,
+    )
 
 
 def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:

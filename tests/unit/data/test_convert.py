@@ -109,10 +109,11 @@ def test_a_folder_of_arc_tasks(below: str, tmp_path: Path, task: Task) -> None:
     convert(str(tmp_path / "arc"), tmp_path / "t.jsonl")
     assert [row["task_id"] for row in read(tmp_path / "t.jsonl")] == ["a", "b", "c"]
     (folder / "broken.json").write_text("{")
-    done = convert(str(folder.parent if below else folder), tmp_path / "t.jsonl", selection=SKIP, split=below or None)
+    some = RowSelection(bad_rows="skip", split=below or None)
+    done = convert(str(folder.parent if below else folder), tmp_path / "t.jsonl", selection=some)
     assert done.tally.shown == ["broken.json: a file that is not JSON"]
     with pytest.raises(DataError, match=r"nope contains no dataset: expected \*.json tasks"):
-        convert(str(folder), tmp_path / "t.jsonl", split="nope")
+        convert(str(folder), tmp_path / "t.jsonl", selection=RowSelection(split="nope"))
 
 
 BAD: list[tuple[object, str]] = [
@@ -213,7 +214,7 @@ def test_bad_files(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     pytest.importorskip("datasets")
     parquet(tmp_path / "hub" / "train.parquet", rows)
     with pytest.raises(DataError, match=r"Bad split: nope\. Available splits: \['train'\]\. Check --split"):
-        convert(str(tmp_path / "hub"), tmp_path / "t.jsonl", split="nope")
+        convert(str(tmp_path / "hub"), tmp_path / "t.jsonl", selection=RowSelection(split="nope"))
     assert not (tmp_path / "t.jsonl").exists()
 
 
