@@ -160,7 +160,7 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "as before: --model embedded --max-seq-length 512 --stream-names tpu --layers 1,3" in text
+    assert "as before: --model embedded --max-seq-length 512 --stream-names tpu --layers 1 3 --workers-per-zone 2" in text
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
@@ -177,7 +177,7 @@ def test_a_second_deploy_reuses_the_stored_run_spec_and_machines(world: World, p
     again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset", "--yes")
     code, text = prompt(*again, "--layers", "2", "--tpu-type", "v4-8")
     assert code == 0, text
-    assert "--output gs://b/mine" in text
+    assert "--gcs-prefix mine" in text
     second = fleet_of(world)
     assert second.run == {**first.run, "layers": "2"}
     assert second.machine == replace(first.machine, accelerator_type="v4-8", metadata=second.machine.metadata)
@@ -198,7 +198,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "--env HF_TOKEN=… --notify … --keep-finished" in text
+    assert "--keep-finished --env HF_TOKEN=… --notify …" in text
     assert "secret-token" not in text
     assert "prepared; existing machines of the fleet use it from now on; launch with: spile deploy" in text
     second = fleet_of(world)

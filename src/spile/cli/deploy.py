@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from spile.cli.flags import (
     PlaceFlags,
     RunFlags,
     confirm,
+    given,
     log,
     pairs,
     print_results,
@@ -51,7 +52,7 @@ from spile.fleet.deploy import (
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
 from spile.fleet.monitor import check_url
-from spile.fleet.spec import FleetSpec, Policy, Worker, default_runtime, keep_numbers
+from spile.fleet.spec import FleetSpec, Policy, Worker, keep_numbers
 from spile.hosts.hosts import Access
 from spile.objects import is_remote, open_folder
 from spile.planning.cost import START_SECONDS, Estimate, Rates
@@ -116,13 +117,25 @@ class DeployFlags:
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
 
-Flags = TypeVar("Flags", PlaceFlags, MachineFlags, DeployFlags)
+Flags = TypeVar("Flags", PlaceFlags, MachineFlags, RunFlags, DeployFlags)
+
+_ONCE = frozenset(
+    {
+        *("dataset", "dataset_dir", "split", "config_name", "worker_id", "output_dir", "gcs_bucket", "upload_to_gcs"),
+        *("local_copy", "delete_local_after_upload", "checkpointing", "overwrite", "expect_split"),
+    }
+)
+"""Flags of a run that are for one deployment only, or for workers by hand."""
+_KEPT = frozenset(
+    {"zones", "name_prefix", "env", "notify", "keep_finished"}
+    | {each.name for kind in (MachineFlags, ExtractFlags) for each in fields(kind) if each.name not in _ONCE}
+)
+"""The flags that a later deployment with --skip-dataset reuses."""
+_TIERS = frozenset({"preemptible", "spot", "reserved", "best_effort"})
 
 
-def worker_spec(
-    flags: RunFlags, root: str, streams: str, split: str | None = None, base: Mapping[str, Any] | None = None
-) -> RunSpec:
-    """Return the run spec of every worker: that of an earlier deployment (``base``), changed by the given flags.
+def worker_spec(flags: RunFlags, root: str, streams: str, split: str | None = None) -> RunSpec:
+    """Return the run spec of every worker.
 
     What deploy does once (splitting the dataset, removing stored streams) is not part of it: a worker that is started
     again must not do it again.
@@ -132,7 +145,7 @@ def worker_spec(
         "expect_split": split, "split": None, "config_name": None, "worker_id": 0, "local_copy": None,
         "checkpointing": True, "overwrite": False, "delete_local_after_upload": False,
     }  # fmt: skip
-    return RunSpec.from_dict({**(base or {}), **given, **fixed}, "flags")
+    return RunSpec.from_dict({**given, **fixed}, "flags")
 
 
 def deploy(
@@ -156,7 +169,7 @@ def deploy(
     before = home.find_fleet()  # A missing bucket is reported here, before anything is created.
     if before is not None and steps.skip_dataset:
         before = _trusted_fleet(client, home, yes=steps.yes)
-    request = _Request(place, machines, flags, steps).complete(before)
+    request = _Request(place, machines, flags, steps).complete(before if steps.skip_dataset else None)
     fleet = request.fleet(client, home, before)
     _check(client, fleet, request)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
@@ -193,64 +206,56 @@ def deploy(
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for, with the settings of an earlier deployment that it reuses."""
+    """What the command line asks for, with the flags of an earlier deployment that it reuses."""
 
     place: PlaceFlags
     machines: MachineFlags
     flags: RunFlags
     steps: DeployFlags
-    base: Mapping[str, Any] = field(default_factory=dict)
-    """The run spec of the earlier deployment; empty if it is not reused."""
     workers: tuple[Worker, ...] = ()
     """The workers of the earlier deployment; empty if they are planned again."""
 
+    def kept(self) -> dict[str, Any]:
+        """Return the given flags that a later deployment with --skip-dataset reuses, by name."""
+        groups = (self.flags, self.machines, self.place, self.steps)
+        every = {name: value for group in groups for name, value in given(group).items()}
+        return {name: value for name, value in every.items() if name in _KEPT}
+
     def complete(self, before: FleetSpec | None) -> _Request:
-        """Return the request with the settings of an earlier deployment or the model of the guides, and check it."""
-        request = self
-        if self.steps.skip_dataset and before is not None:
-            request, words = self._reuse(before)
-            if words:
-                log(f"as before: {' '.join(words)}")
+        """Return the request with the flags of an earlier deployment and the model of the guides, and check it."""
+        request = self if before is None else self._reuse(before)
         flags = request.flags
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
             folder = f"--output-dir {flags.output_dir}"
             log(f"{folder} is not used: the dataset is stored in the bucket, not on the machines")
-        return request if request.base else replace(request, flags=with_model(flags, "a fleet", log))
+        return replace(request, flags=with_model(flags, "a fleet", log))
 
-    def _reuse(self, before: FleetSpec) -> tuple[_Request, list[str]]:
-        """Return the request with the earlier settings for all flags that were not given, and these as flags.
+    def _reuse(self, before: FleetSpec) -> _Request:
+        """Return the request with the earlier value of each flag that was not given; print these flags.
 
         Values of environment variables and addresses of webhooks are not shown.
         """
-        place, zones = _fill(self.place, {"zones": ",".join(before.zones), "name_prefix": before.name_prefix})
-        machines, machine = _fill(self.machines, _stored_machines(self.machines, before))
-        stored = {
-            "env": [f"{name}={value}" for name, value in before.environment.items()] or None,
-            "notify": list(before.notify) or None,
-            "keep_finished": not before.policy.delete_finished,
-        }
-        steps, rest = _fill(self.steps, stored)
+        now = self.kept()
+        changed = {name for name, value in now.items() if value != before.flags.get(name)}
+        replaced = set(now)
+        if changed & (_TIERS | {"queued"}):  # They exclude each other, and --queued changes their default.
+            replaced |= _TIERS
+        if changed & {"output", "gcs_prefix"}:
+            replaced |= {"output", "gcs_prefix"}
+        old = {name: value for name, value in before.flags.items() if name in _KEPT and name not in replaced}
         hidden = {"env": [f"{name}=…" for name in before.environment], "notify": ["…"]}
-        shown = {name: hidden.get(name, value) for name, value in rest.items()}
-        words = _flag_words({**self._reused_run(before), **machine, **zones, **shown})
-        default_names = self.place.name_prefix == PlaceFlags().name_prefix
-        same = self.place.zones is None and self.machines.workers_per_zone is None and default_names
-        workers = before.workers if same else ()
-        return _Request(place, machines, self.flags, steps, base=before.run, workers=workers), words
-
-    def _reused_run(self, before: FleetSpec) -> dict[str, Any]:
-        """Return the fields of the earlier run spec that are reused and are not defaults of a deployment."""
-        if not before.run:
-            return {}
-        given = self.flags.given()
-        split = before.run.get("expect_split")
-        plain = worker_spec(ExtractFlags(), before.root, before.streams or "", split).to_dict()
-        values = {name: value for name, value in before.run.items() if name == "model" or value != plain.get(name)}
-        if not before.root.endswith(f"/{GCS_PREFIX}") and "gcs_prefix" not in given:
-            values["output"] = before.root
-        return {name: value for name, value in values.items() if name not in given}
+        if old:
+            log(f"as before: {' '.join(_flag_words({name: hidden.get(name, old[name]) for name in old}))}")
+        same = now.keys().isdisjoint({"zones", "workers_per_zone", "name_prefix"})
+        return _Request(
+            _filled(self.place, old),
+            _filled(self.machines, old),
+            _filled(self.flags, old),
+            _filled(self.steps, old),
+            before.workers if same else (),
+        )
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         """Return the fleet that the request asks for, without its work."""
@@ -271,8 +276,6 @@ class _Request:
                     found=repr(self.flags.output),
                 )
             return fleet_bucket("--output", self.flags.output)
-        if self.flags.gcs_prefix is None and self.base.get("output"):
-            return fleet_bucket("output in fleet.json", str(self.base["output"]))
         return f"{bucket}/{(self.flags.gcs_prefix or GCS_PREFIX).strip('/')}"
 
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
@@ -283,6 +286,7 @@ class _Request:
             streams,
             environment=pairs("--env", self.steps.env),
             notify=tuple(self.steps.notify or ()),
+            flags={**self.kept(), "zones": ",".join(fleet.zones)},
         )
 
     def in_own_folder(
@@ -302,41 +306,12 @@ class _Request:
 
     def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
         """Return the run spec of every worker."""
-        return worker_spec(self.flags, root, streams, split, self.base)
+        return worker_spec(self.flags, root, streams, split)
 
 
-def _fill(flags: Flags, stored: Mapping[str, Any]) -> tuple[Flags, dict[str, Any]]:
-    """Return the flags with stored values for those that have their default, and the values that were used."""
-    default = type(flags)()
-    used = {
-        name: value
-        for name, value in stored.items()
-        if getattr(flags, name) == getattr(default, name) and value != getattr(default, name)
-    }
-    return replace(flags, **used), used
-
-
-def _stored_machines(flags: MachineFlags, before: FleetSpec) -> dict[str, Any]:
-    """Return the machine flags that describe the machines of the earlier deployment."""
-    machine = before.machine
-    stored: dict[str, Any] = {
-        "workers_per_zone": max(1, len(before.workers) // max(1, len(before.zones))),
-        "tpu_type": machine.accelerator_type,
-        "queued": before.queued,
-        "network": machine.network,
-        "subnetwork": machine.subnetwork,
-        "external_ips": machine.external_ips,
-        "service_account": machine.service_account,
-    }
-    if machine.runtime_version != default_runtime(parse_machine(machine.accelerator_type)):
-        stored["runtime_version"] = machine.runtime_version
-    # The four flags that choose how machines are paid for exclude each other, and --queued changes their default.
-    paid = flags.preemptible is not None or flags.spot or flags.reserved or flags.best_effort
-    if not paid and (before.queued or not flags.queued):
-        plain = not (machine.spot or machine.reserved or before.best_effort)
-        stored |= {"spot": machine.spot, "reserved": machine.reserved, "best_effort": before.best_effort}
-        stored |= {"preemptible": machine.preemptible} if plain else {}
-    return stored
+def _filled(flags: Flags, values: Mapping[str, Any]) -> Flags:
+    """Return the flags with those of the values that they have a field for."""
+    return replace(flags, **{each.name: values[each.name] for each in fields(flags) if each.name in values})
 
 
 def _trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSpec:
@@ -350,12 +325,11 @@ def _trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSp
 
 def _launch_hint(place: PlaceFlags, steps: DeployFlags, bucket: str, *, again: bool) -> str:
     """Return what is true after ``--skip-launch``, and the command that launches."""
-    values = {name: getattr(place, name) for name in ("fleet", "project")}
-    values |= {name: getattr(steps, name) for name in ("adopt", "launch", "user", "ssh_key", "internal_ip")}
-    defaults = {"fleet": PlaceFlags().fleet, "launch": DeployFlags().launch}
-    chosen = {name: value for name, value in values.items() if value and value != defaults.get(name)}
+    chosen = {**given(place), **given(steps)}
+    repeated = ("fleet", "project", "adopt", "launch", "user", "ssh_key", "internal_ip")
     create = [] if steps.adopt else ["--create-tpus"]
-    words = ["--gcs-bucket", bucket, *_flag_words(chosen), "--skip-dataset", *create]
+    flags = _flag_words({name: chosen[name] for name in repeated if name in chosen})
+    words = ["--gcs-bucket", bucket, *flags, "--skip-dataset", *create]
     machines = "existing machines of the fleet use it from now on; " if again else ""
     return f"prepared; {machines}launch with: spile deploy {shlex.join(words)}"
 

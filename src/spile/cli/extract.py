@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import MANY, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, log
+from spile.cli.flags import MANY, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, given, log
 from spile.errors import Interrupted, SpecError
 from spile.objects import is_remote
 from spile.spec.options import within
@@ -47,8 +47,8 @@ class BackfillFlags:
         if self.to is None or self.add_taps is None:
             found = "one of them"
             raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
-        given, known = flags.given(), {each.name for each in fields(BackfillSpec)} - {"taps"}
-        for name, value in given.items():
+        values, known = given(flags), {each.name for each in fields(BackfillSpec)} - {"taps"}
+        for name, value in values.items():
             if name not in known:
                 raise SpecError(
                     f"--{name.replace('_', '-')} cannot be used with --add-taps",
@@ -56,9 +56,9 @@ class BackfillFlags:
                     found=value,
                     fix="leave it out",
                 )
-        if "mesh_shape" in given:
-            given["mesh_shape"] = parse_mesh_shape(given["mesh_shape"])
-        return BackfillSpec(root=self.to, taps=parse_taps(self.add_taps), **given)
+        if "mesh_shape" in values:
+            values["mesh_shape"] = parse_mesh_shape(values["mesh_shape"])
+        return BackfillSpec(root=self.to, taps=parse_taps(self.add_taps), **values)
 
 
 def extract(

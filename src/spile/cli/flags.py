@@ -92,11 +92,6 @@ class RunFlags:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def given(self) -> dict[str, Any]:
-        """Return the flags that were given, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
     def values(self) -> dict[str, Any]:
         """Return the fields of the run spec that the flags ask for, by name.
 
@@ -106,7 +101,7 @@ class RunFlags:
         if self.dataset_dir is not None and self.dataset is not None:
             raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
         known = {each.name for each in spec_fields()}
-        values = {name: value for name, value in self.given().items() if name in known}
+        values = {name: value for name, value in given(self).items() if name in known}
         output, local_copy = self._output_and_copy()
         if output is not None:
             values["output"] = output
@@ -162,6 +157,12 @@ class RunFlags:
         bucket = self.gcs_bucket.removeprefix("gs://").strip("/")
         prefix = self.gcs_prefix if self.gcs_prefix is not None else "" if "/" in bucket else GCS_PREFIX
         return "gs://" + "/".join(part for part in (bucket, prefix.strip("/")) if part)
+
+
+def given(flags: Any) -> dict[str, Any]:
+    """Return the flags of a group that do not have their default, by name."""
+    values = {each.name: (getattr(flags, each.name), each.default) for each in fields(flags)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 class _AnswerFlags(RunFlags):

@@ -126,6 +126,8 @@ class FleetSpec:
     """The run spec, as ``RunSpec.to_dict`` gives it: the same for every worker."""
     stream_count: int = 0
     """The number of streams that the workers claim."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The flags of the deployment that a later one reuses if it uses the same streams."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for every worker. Everyone who may read the bucket may read them."""
     wheel: str | None = None
@@ -211,6 +213,7 @@ class FleetSpec:
                 machine=NodeRequest(**typed_fields(NodeRequest, raw["machine"])),
                 policy=Policy(**typed_fields(Policy, raw["policy"])),
                 run=dict(raw.get("run", {})),
+                flags=dict(raw.get("flags", {})),
             )
             return cls(**known)
 

@@ -11,7 +11,7 @@ import pytest
 
 from spile.cli import program
 from spile.cli.aliases import modern
-from spile.cli.flags import ExtractFlags, InferFlags, RunFlags
+from spile.cli.flags import ExtractFlags, InferFlags, RunFlags, given
 from spile.spec.run import CommandName, spec_fields
 from unit.cli.refusals import spile
 
@@ -68,7 +68,7 @@ def test_help_shows_three_examples_that_are_right(command: CommandName, capfd: p
         _, bound, _ = program.build(meant=command).parse_args(modern(words, {}), exit_on_error=False)
         flags = bound.arguments.get("flags") or FLAGS[command]()
         assert (flags.spec().generation is not None) == (command == "infer")
-        assert len(flags.given()) == sum(word.startswith("--") for word in words)
+        assert len(given(flags)) == sum(word.startswith("--") for word in words)
 
 
 def test_other_commands_have_one_help(capfd: pytest.CaptureFixture[str]) -> None:
