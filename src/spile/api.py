@@ -128,6 +128,7 @@ class LoadOptions(TypedDict, total=False):
 # -- run a model ------------------------------------------------------------------------------------------------------
 
 
+@naming("spile.load")
 def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
     """Load a model and keep it in memory, for repeated calls of its method ``tap``.
 
@@ -137,14 +138,14 @@ def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
     """
     from spile.worker.tapping import load_tapped
 
-    with naming("spile.load"):
-        return load_tapped(make_spec({"model": model, **_plain(options)}, source="spile.load()"))
+    return load_tapped(make_spec({"model": model, **_plain(options)}, source="spile.load()"))
 
 
 _last_model: list[tuple[object, Any]] = []
 """The arguments and the model of the last call of :func:`tap`."""
 
 
+@naming("spile.tap")
 def tap(
     model: str | Model,
     data: Data,
@@ -172,23 +173,23 @@ def tap(
         One :class:`~spile.worker.tapping.TappedSample` per row, in the order of the data.
 
     """
-    with naming("spile.tap"):
-        if isinstance(model, str):
-            key = (model, revision, adapter, dtype, device)
-            if not _last_model or _last_model[0][0] != key:
-                _last_model.clear()  # before the next model is loaded, so that both need not fit into memory
-                _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype, device=device)))
-            loaded: Model = _last_model[0][1]
-        else:
-            given = {"revision": revision, "adapter": adapter, "dtype": dtype, "device": device}
-            for name, value in given.items():
-                if value not in (None, "auto"):
-                    fix = f"pass it to spile.load({name}={value!r})"
-                    raise SpecError(name, expected="a model by its name", found="a loaded model", fix=fix)
-            loaded = model
-        return loaded.tap(data, taps=taps, **options)
+    if isinstance(model, str):
+        key = (model, revision, adapter, dtype, device)
+        if not _last_model or _last_model[0][0] != key:
+            _last_model.clear()  # before the next model is loaded, so that both need not fit into memory
+            _last_model.append((key, load(model, revision=revision, adapter=adapter, dtype=dtype, device=device)))
+        loaded: Model = _last_model[0][1]
+    else:
+        given = {"revision": revision, "adapter": adapter, "dtype": dtype, "device": device}
+        for name, value in given.items():
+            if value not in (None, "auto"):
+                fix = f"pass it to spile.load({name}={value!r})"
+                raise SpecError(name, expected="a model by its name", found="a loaded model", fix=fix)
+        loaded = model
+    return loaded.tap(data, taps=taps, **options)
 
 
+@naming("spile.extract")
 def extract(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -223,12 +224,12 @@ def extract(
     """
     from spile.worker.extract import run_stream
 
-    with naming("spile.extract"):
-        spec = _run_spec("extract", model, data, output, taps, options)
-        with _shown(progress, stop) as (counters, ended):
-            return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
+    spec = _run_spec("extract", model, data, output, taps, options)
+    with _shown(progress, stop) as (counters, ended):
+        return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
+@naming("spile.stream")
 def stream(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -255,11 +256,11 @@ def stream(
     """
     from spile.worker.streaming import ActivationStream
 
-    with naming("spile.stream"):
-        spec = _run_spec("stream", model, data, store, taps, options)
-        return ActivationStream(spec, store=store is not None, workers=workers)
+    spec = _run_spec("stream", model, data, store, taps, options)
+    return ActivationStream(spec, store=store is not None, workers=workers)
 
 
+@naming("spile.infer")
 def infer(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -285,14 +286,14 @@ def infer(
     """
     from spile.worker.extract import run_stream
 
-    with naming("spile.infer"):
-        event = stop if isinstance(stop, threading.Event) else None
-        words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
-        spec = _run_spec("infer", model, data, output, taps, {**options, **words})
-        with _shown(progress, event) as (counters, ended):
-            return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
+    event = stop if isinstance(stop, threading.Event) else None
+    words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
+    spec = _run_spec("infer", model, data, output, taps, {**options, **words})
+    with _shown(progress, event) as (counters, ended):
+        return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
+@naming("spile.plan")
 def plan(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -318,20 +319,20 @@ def plan(
     from spile.planning.forecast import plan as forecast
     from spile.planning.machines import list_prices, parse_planned
 
-    with naming("spile.plan"):
-        if count < 1:
-            raise SpecError("--count", expected="at least 1", found=count)
-        spec = _run_spec("plan", model, data, None, taps, options)
-        kind = None if machine is None else parse_planned(machine)
-        found = forecast(spec, count)
-        if kind is None:
-            return found
-        return replace(found, estimate=found.on(kind, list_prices(), rates=Rates(), workers=workers))
+    if count < 1:
+        raise SpecError("--count", expected="at least 1", found=count)
+    spec = _run_spec("plan", model, data, None, taps, options)
+    kind = None if machine is None else parse_planned(machine)
+    found = forecast(spec, count)
+    if kind is None:
+        return found
+    return replace(found, estimate=found.on(kind, list_prices(), rates=Rates(), workers=workers))
 
 
 # -- examine what was stored ------------------------------------------------------------------------------------------
 
 
+@naming("spile.verify")
 def verify(
     root: str | os.PathLike[str],
     *,
@@ -363,21 +364,20 @@ def verify(
         The report: ``report.ok``, and ``report.all_problems``.
 
     """
-    with naming("spile.verify"):
-        if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
-            raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
-        return prove(
-            str(root),
-            recompute=recompute,
-            streams=streams,
-            max_samples=max_samples,
-            seed=seed,
-            gc=gc,
-            remove=remove,
-            repair=repair,
-            older_than=older_than,
-            progress=progress,
-        )
+    if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
+        raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
+    return prove(
+        str(root),
+        recompute=recompute,
+        streams=streams,
+        max_samples=max_samples,
+        seed=seed,
+        gc=gc,
+        remove=remove,
+        repair=repair,
+        older_than=older_than,
+        progress=progress,
+    )
 
 
 def prove(root: str, *, recompute: int, **options: Any) -> Report:
@@ -427,6 +427,7 @@ def _config_reader(backend: str) -> ReadConfig:
     return read_config
 
 
+@naming("spile.inspect")
 def inspect(
     root: str | os.PathLike[str] | Dataset,
     *,
@@ -444,18 +445,18 @@ def inspect(
     """
     from spile.reading.inspection import inspect_dataset
 
-    with naming("spile.inspect"):
-        dataset = _opened(root)
-        if not len(dataset):
-            raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
-        found = inspect_dataset(dataset, tap=tap)
-        if html is not None:
-            from spile.view.web.export import inspection_page, write_page
+    dataset = _opened(root)
+    if not len(dataset):
+        raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
+    found = inspect_dataset(dataset, tap=tap)
+    if html is not None:
+        from spile.view.web.export import inspection_page, write_page
 
-            write_page(inspection_page(dataset, tap=tap, samples=samples), Path(html))
-        return found
+        write_page(inspection_page(dataset, tap=tap, samples=samples), Path(html))
+    return found
 
 
+@naming("spile.export")
 def export(
     root: str | os.PathLike[str] | Dataset,
     output: str | os.PathLike[str],
@@ -481,20 +482,20 @@ def export(
     """
     from spile.reading.export import check_output, export_dataset
 
-    with naming("spile.export"):
-        check_output(to, str(output))
-        return export_dataset(
-            _opened(root),
-            str(output),
-            to=to,
-            taps=taps,
-            streams=streams,
-            dtype=dtype,
-            context_size=context_size,
-            hook_name=hook_name,
-        )
+    check_output(to, str(output))
+    return export_dataset(
+        _opened(root),
+        str(output),
+        to=to,
+        taps=taps,
+        streams=streams,
+        dtype=dtype,
+        context_size=context_size,
+        hook_name=hook_name,
+    )
 
 
+@naming("spile.push")
 def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool = False) -> Pushed:
     """Upload a dataset to the Hugging Face hub, with a dataset card. A second call continues an interrupted push.
 
@@ -506,11 +507,11 @@ def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool =
     from spile.reading.push import push_dataset
     from spile.view.card import dataset_card
 
-    with naming("spile.push"):
-        dataset = _opened(root)
-        return push_dataset(dataset, target, dataset_card(dataset, target), private=private)
+    dataset = _opened(root)
+    return push_dataset(dataset, target, dataset_card(dataset, target), private=private)
 
 
+@naming("spile.compare")
 def compare(
     a: str | os.PathLike[str] | Dataset, b: str | os.PathLike[str] | Dataset, *, taps: Sequence[str] | None = None
 ) -> Comparison:
@@ -523,10 +524,10 @@ def compare(
     """
     from spile.reading.inspection import compare_datasets
 
-    with naming("spile.compare"):
-        return compare_datasets(_opened(a), _opened(b), taps)
+    return compare_datasets(_opened(a), _opened(b), taps)
 
 
+@naming("spile.score")
 def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset: str | None = None) -> Score:
     """Compare the answers of :func:`infer` to ARC tasks with the expected outputs.
 
@@ -539,8 +540,7 @@ def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset
     """
     from spile.reading.scoring import score_run
 
-    with naming("spile.score"):
-        return score_run(str(root), reference, dataset)
+    return score_run(str(root), reference, dataset)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -66,46 +66,31 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 }
 """Scripts of the guides and the commands that replace them, so that a line of a guide can be pasted after ``spile``."""
 
-INSTEAD: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("docker", "ps"), "see what runs and its progress with: spile monitor"),
-    (("docker", "logs"), "use: spile logs"),
-    (("docker", "images"), "build the image with spile docker build; --tpu-prefix builds it on every host"),
-    (("gcloud", "queued-resources", "create"), "use: spile tpu create --queued --node-prefix P --node-count N"),
-    (("gcloud", "queued-resources", "delete"), "use: spile tpu delete --node-prefix P"),
-    (("gcloud", "queued-resources"), "use: spile tpu status"),
-    (
-        ("gcloud", "ssh"),
-        "on every host, use spile run --tpu-prefix NAME -- …; for a worker's log, use: spile logs NAME",
-    ),
-    (
-        ("gcloud", "scp"),
-        "copy this directory to every host with spile run, and fetch files from the hosts with: spile collect",
-    ),
-    (("gcloud", "create"), "use: spile tpu create"),
-    (("gcloud", "delete"), "use: spile tpu delete"),
-    (("gcloud", "describe-quota"), "check what can be known in advance with: spile deploy --dry-run"),
-    (("gcloud", "auth"), "run it without spile; spile uses the credentials that gcloud stores"),
-    (("gcloud", "config"), "run it without spile; spile reads gcloud's project and zone"),
-    (("gcloud",), "use spile tpu, spile run, spile logs or spile collect"),
-    (("gsutil",), "give gs:// locations to spile itself; look at them with spile monitor and spile verify"),
-    (("huggingface-cli",), "give --model OWNER/NAME; spile downloads the model from the hub"),
-    (("ssh-keygen",), "use spile tpu create, which creates gcloud's key if there is none"),
-    (("apt-get",), "on every host, run: spile run --tpu-prefix NAME -- 'sudo apt-get …'"),
-    (("pip",), "install spile and its dependencies on every host with: spile install --tpu-prefix NAME"),
-    (
-        ("run_distributed_docker.sh",),
-        "use: spile docker pod --tpu-prefix NAME --mount /tmp/model:/app/model -- spile infer …",
-    ),
-    (
-        ("multihost_docker_run.sh",),
-        "use spile tpu create, spile docker build and spile docker pod; see docs/guides/containers.md",
-    ),
-    (("launch_all_workers.sh",), "use spile deploy, or on one cluster spile extract --engine ray"),
-    (
-        ("setup_tpu_worker.sh",),
-        "install spile on every host with spile install --tpu-prefix NAME, again with --force; spile deploy does it",
-    ),
-)
+INSTEAD: dict[str, str] = {
+    "docker ps": "see what runs and its progress with: spile monitor",
+    "docker logs": "use: spile logs",
+    "docker images": "build the image with spile docker build; --tpu-prefix builds it on every host",
+    "gcloud queued-resources create": "use: spile tpu create --queued --node-prefix P --node-count N",
+    "gcloud queued-resources delete": "use: spile tpu delete --node-prefix P",
+    "gcloud queued-resources": "use: spile tpu status",
+    "gcloud ssh": "on every host, use spile run --tpu-prefix NAME -- …; for a worker's log, use: spile logs NAME",
+    "gcloud scp": "copy this directory to every host with spile run, and fetch files from hosts with: spile collect",
+    "gcloud create": "use: spile tpu create",
+    "gcloud delete": "use: spile tpu delete",
+    "gcloud describe-quota": "check what can be known in advance with: spile deploy --dry-run",
+    "gcloud auth": "run it without spile; spile uses the credentials that gcloud stores",
+    "gcloud config": "run it without spile; spile reads gcloud's project and zone",
+    "gcloud": "use spile tpu, spile run, spile logs or spile collect",
+    "gsutil": "give gs:// locations to spile itself; look at them with spile monitor and spile verify",
+    "huggingface-cli": "give --model OWNER/NAME; spile downloads the model from the hub",
+    "ssh-keygen": "use spile tpu create, which creates gcloud's key if there is none",
+    "apt-get": "on every host, run: spile run --tpu-prefix NAME -- 'sudo apt-get …'",
+    "pip": "install spile and its dependencies on every host with: spile install --tpu-prefix NAME",
+    "run_distributed_docker.sh": "use: spile docker pod --tpu-prefix NAME --mount DIR:/app/model -- spile infer …",
+    "multihost_docker_run.sh": "use spile docker build and spile docker pod; see docs/guides/containers.md",
+    "launch_all_workers.sh": "use spile deploy, or on one cluster spile extract --engine ray",
+    "setup_tpu_worker.sh": "spile deploy does it; by hand: spile install --tpu-prefix NAME, again with --force",
+}
 """Other programs in the guides, by words of their command lines, and their replacements. The first match counts."""
 _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
 
@@ -130,32 +115,22 @@ class Variable(NamedTuple):
     """An environment variable of the guides."""
 
     flag: str
-    commands: tuple[str, ...]
-    switch: bool = False
-    """Whether it is a switch; a false value counts as not set."""
-    unless: tuple[str, ...] = ()
-    """Flags that express the same thing. If one of them is given, the variable is ignored."""
-    only_with: str | None = None
-    """A variable that must be true, or its flag given, for this one to count."""
-    always: tuple[str, ...] = ()
-    """Commands that always use the variable, regardless of ``unless`` and ``only_with``."""
+    commands: tuple[str, ...] = ("extract", "infer", "plan", "deploy")
+    unless: str = ""
+    """A flag that expresses the same thing. If it is given, the variable is ignored."""
 
-
-_EXTRACT = ("extract", "infer", "plan", "deploy")
 
 VARIABLES: dict[str, Variable] = {
-    "MODEL_PATH": Variable("--model", _EXTRACT),
-    "DATASET_DIR": Variable("--dataset-dir", _EXTRACT, unless=("--dataset",)),
-    "OUTPUT_DIR": Variable("--output-dir", ("extract", "plan", "deploy"), unless=("--output",)),
-    "CHECKPOINT_DIR": Variable("--checkpoint-dir", _EXTRACT),
-    "BATCH_SIZE": Variable("--batch-size", _EXTRACT),
-    "SHARD_SIZE_GB": Variable("--shard-size-gb", _EXTRACT),
-    "MAX_SEQ_LENGTH": Variable("--max-seq-length", _EXTRACT),
-    "MESH_SHAPE": Variable("--mesh-shape", _EXTRACT),
-    "UPLOAD_TO_GCS": Variable("--upload-to-gcs", _EXTRACT, switch=True, unless=("--output",)),
-    "GCS_BUCKET": Variable(
-        "--gcs-bucket", _EXTRACT, unless=("--output",), only_with="UPLOAD_TO_GCS", always=("deploy",)
-    ),
+    "MODEL_PATH": Variable("--model"),
+    "DATASET_DIR": Variable("--dataset-dir", unless="--dataset"),
+    "OUTPUT_DIR": Variable("--output-dir", ("extract", "plan", "deploy"), unless="--output"),
+    "CHECKPOINT_DIR": Variable("--checkpoint-dir"),
+    "BATCH_SIZE": Variable("--batch-size"),
+    "SHARD_SIZE_GB": Variable("--shard-size-gb"),
+    "MAX_SEQ_LENGTH": Variable("--max-seq-length"),
+    "MESH_SHAPE": Variable("--mesh-shape"),
+    "UPLOAD_TO_GCS": Variable("--upload-to-gcs", unless="--output"),
+    "GCS_BUCKET": Variable("--gcs-bucket"),
 }
 """Variables of the guides. Each is ignored if its flag or the flag's SPILE_* variable is given."""
 
@@ -184,7 +159,7 @@ def _of_script(words: list[str], environment: Mapping[str, str]) -> list[str]:
             fix="run_extraction_worker.sh is now: spile extract --gcs-bucket … --dataset …",
         )
     ours = set(words[: words.index("--")] if "--" in words else words)  # Arguments after -- belong to another program.
-    others = [fix for (program, *more), fix in INSTEAD if program == name and set(more) <= ours]
+    others = [fix for line, fix in INSTEAD.items() if line.split()[0] == name and set(line.split()[1:]) <= ours]
     if others:
         raise SpecError(f"{name} is not a command of spile", fix=others[0])
     if name not in SCRIPTS:
@@ -256,29 +231,20 @@ def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
 def _from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the flags that the guides' variables stand for."""
     given = {word.partition("=")[0] for word in words}
+    values = {name: environment.get(name, "").strip() for name in VARIABLES}
 
     def is_given(flag: str) -> bool:
         return flag in given or f"SPILE_{flag[2:].replace('-', '_').upper()}" in environment
 
-    def counts(name: str) -> bool:
-        variable = VARIABLES[name]
-        text = environment.get(name, "").strip()
-        if command not in variable.commands or not text or (variable.switch and text.lower() not in _TRUE):
-            return False
-        return not is_given(variable.flag)
-
-    added: list[str] = []
-    for name, variable in VARIABLES.items():
-        if not counts(name):
-            continue
-        needs = variable.only_with
-        unwanted = any(map(is_given, variable.unless)) or (
-            needs and not (counts(needs) or is_given(VARIABLES[needs].flag))
-        )
-        if unwanted and command not in variable.always:
-            continue
-        added.append(variable.flag if variable.switch else f"{variable.flag}={environment[name].strip()}")
-    return added
+    values["UPLOAD_TO_GCS"] = "true" if values["UPLOAD_TO_GCS"].lower() in _TRUE else ""
+    uploads = values["UPLOAD_TO_GCS"] or is_given("--upload-to-gcs")
+    if command != "deploy" and (is_given("--output") or not uploads):
+        values["GCS_BUCKET"] = ""  # Workers of the guides use it only if they upload; a fleet needs it always.
+    return [
+        f"{flag}={values[name]}"
+        for name, (flag, commands, unless) in VARIABLES.items()
+        if values[name] and command in commands and not is_given(flag) and not (unless and is_given(unless))
+    ]
 
 
 GUIDES_MODEL = "Qwen/Qwen2.5-0.5B"
