@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -72,7 +73,7 @@ from spile.store.stream import claim_answers, join_run, read_run, read_stream
 from spile.store.streams import finished_quarantines
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import _Caller, _Roll
+from spile.worker.pod.rollcall import Peer, Roll
 from spile.worker.resolve import add_stop_tokens
 from world import produce, run_identity
 
@@ -272,7 +273,12 @@ class Targets:
         identity = Identity(process=0, count=2, coordinator="127.0.0.1", port=1, source="test", name="n")
 
         def read(data: bytes) -> None:
-            _Roll(identity).enter(_Caller(None, data))  # type: ignore[arg-type]
+            ours, theirs = socket.socketpair()
+            with theirs:
+                theirs.sendall(data[:50_000])  # what a socket holds without a reader
+            peer = Peer(ours)
+            Roll(identity).receive(peer)
+            peer.close()
 
         return output, read
 

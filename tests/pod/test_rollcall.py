@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import pytest
 from ports import free_port
 from spile.errors import PodError
 from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import RollAnswer, RollConnections, answer_roll_call, hold_roll_call, receive
+from spile.worker.pod.rollcall import Peer, RollCall, answer_roll_call, hold_roll_call
 
 
 class Workers:
@@ -23,14 +22,14 @@ class Workers:
     def __init__(self, count: int, timeout: float = 120) -> None:
         self.base = Identity(0, count, "127.0.0.1", free_port(), source="test", name="host-0")
         self.timeout = timeout
-        self.results: dict[str, RollAnswer | Exception] = {}
+        self.results: dict[str, RollCall | Exception] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, key: str, call: Callable[[], RollConnections]) -> None:
+    def start(self, key: str, call: Callable[[], RollCall]) -> None:
         def run() -> None:
             try:
                 roll = call()
-                self.results[key] = roll.answer
+                self.results[key] = roll
                 roll.close()
             except PodError as error:
                 self.results[key] = error
@@ -49,7 +48,7 @@ class Workers:
         identity = replace(self.base, process=number, name=f"host-{number}", **changes)  # type: ignore[arg-type]
         self.start(key or str(number), lambda: answer_roll_call(identity, timeout=self.timeout))
 
-    def join(self) -> dict[str, RollAnswer | Exception]:
+    def join(self) -> dict[str, RollCall | Exception]:
         for thread in self.threads:
             thread.join()
         return self.results
@@ -62,11 +61,10 @@ def test_all_come_in_any_order() -> None:
     workers.first()
     workers.other(2)
     results = workers.join()
-    assert {str(answer) for answer in results.values()} == {str(results["0"])}
-    answer = results["3"]
-    assert isinstance(answer, RollAnswer)
-    assert answer.service == "1.2.3.4:5"
-    assert [name.split(",")[0] for name in answer.names] == ["host-0", "host-1", "host-2", "host-3"]
+    for roll in results.values():
+        assert isinstance(roll, RollCall)
+        assert roll.service == "1.2.3.4:5"
+        assert [name.split(",")[0] for name in roll.names] == ["host-0", "host-1", "host-2", "host-3"]
 
 
 def test_every_missing_host_is_named_to_everyone() -> None:
@@ -161,20 +159,20 @@ def test_an_unknown_client_among_workers() -> None:
     with socket.create_connection(("127.0.0.1", workers.base.port)) as stranger:
         stranger.sendall(b"x" * 200_000)
         workers.other(1)
-        assert all(isinstance(answer, RollAnswer) for answer in workers.join().values())
+        assert all(isinstance(answer, RollCall) for answer in workers.join().values())
 
 
 def test_a_host_that_dies_before_jax_starts_is_named() -> None:
     workers = Workers(3)
     lines: dict[str, list[str]] = {"0": [], "2": []}
-    rolls: dict[str, RollConnections] = {}
+    rolls: dict[str, RollCall] = {}
 
-    def keep(key: str, call: Callable[[], RollConnections]) -> threading.Thread:
+    def keep(key: str, call: Callable[[], RollCall]) -> threading.Thread:
         thread = threading.Thread(target=lambda: rolls.update({key: call()}))
         thread.start()
         return thread
 
-    def other(number: int) -> Callable[[], RollConnections]:
+    def other(number: int) -> Callable[[], RollCall]:
         identity = replace(workers.base, process=number, name=f"host-{number}")
         return lambda: answer_roll_call(identity, timeout=120)
 
@@ -193,7 +191,7 @@ def test_a_host_that_dies_before_jax_starts_is_named() -> None:
 
 def test_all_hosts_continue_when_all_are_connected() -> None:
     workers = Workers(2)
-    rolls: dict[str, RollConnections] = {}
+    rolls: dict[str, RollCall] = {}
     first = threading.Thread(
         target=lambda: rolls.update({"0": hold_roll_call(workers.base, lambda: "x:1", timeout=120)})
     )
@@ -214,14 +212,14 @@ def test_all_hosts_continue_when_all_are_connected() -> None:
 
 def test_lines_that_come_together_are_heard_one_by_one() -> None:
     """A slow worker finds the answer and, behind it, that another has died."""
-    identity = Identity(1, 3, "127.0.0.1", 1, name="h")
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with theirs:
+        peer = Peer(ours)
         theirs.sendall(b'{"service": "x:1", "na')
         theirs.sendall(b'mes": []}\n{"error": "worker 2 died"}\n')
-        until = time.monotonic() + 120
-        assert receive(ours, identity, until) == {"service": "x:1", "names": []}
-        assert receive(ours, identity, until) == {"error": "worker 2 died"}
+        assert peer.receive("no message", 120) == {"service": "x:1", "names": []}
+        assert peer.receive("no message", 120) == {"error": "worker 2 died"}
+        peer.close()
 
 
 @pytest.mark.parametrize("parts_said", [{}, {"secret": "guessed"}, {"secret": float("inf")}])
@@ -236,4 +234,4 @@ def test_a_caller_without_the_secret_of_the_slice_is_rejected(parts_said: dict[s
         stranger.sendall(json.dumps(line).encode() + b"\n")
         assert stranger.recv(10) == b"", "hung up on"
     workers.other(1)
-    assert all(isinstance(answer, RollAnswer) for answer in workers.join().values())
+    assert all(isinstance(answer, RollCall) for answer in workers.join().values())

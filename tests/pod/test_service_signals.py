@@ -5,17 +5,15 @@ from __future__ import annotations
 import signal
 import time
 
-from spile.worker.pod.coordination import start_service
+from spile.worker.pod.coordination import Service
 
 
 def test_the_service_ignores_signals_and_ends_with_its_parents_word() -> None:
-    service = start_service("127.0.0.1", 1, 1.0)
-    process = service._process
+    service = Service("127.0.0.1", 1, 1.0)
+    process = service.process
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         process.send_signal(number)
     time.sleep(0.3)
     assert process.poll() is None
-    service.release(30.0)
-    assert process.poll() == 0
-    assert process.stdout is not None
-    process.stdout.close()
+    service.release()
+    assert process.wait(30) == 0

@@ -269,9 +269,13 @@ class PodFlags:
     def identity(self) -> Identity:
         """Return this process's place in the pod."""
         from spile.planning.machines import parse_machine
-        from spile.worker.pod.identity import this_process
+        from spile.worker.pod.coordination import detect_cluster
+        from spile.worker.pod.identity import find_identity, gce_metadata
 
-        return this_process(
+        return find_identity(
+            os.environ,
+            metadata=gce_metadata(os.environ),
+            detect=detect_cluster,
             coordinator_address=self.coordinator_address,
             process_id=self.process_id,
             num_processes=self.num_processes,
@@ -281,13 +285,13 @@ class PodFlags:
     @contextlib.contextmanager
     def joined(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
-        from spile.worker.pod.pod import PodTimes, joined_group
+        from spile.worker.pod.pod import PodTimes, join
         from spile.worker.signals import before_exit, handled
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with (
             handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM),  # Nothing is to be committed yet.
-            joined_group(identity or self.identity(), times, log) as hosts,
+            join(identity or self.identity(), times, log) as hosts,
             before_exit(lambda: hosts.notify_end(KeyboardInterrupt())),
         ):
             yield hosts

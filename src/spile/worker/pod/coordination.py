@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import IO, Any
+from typing import Any
 
 from spile.errors import PodError
 from spile.objects.folder import run_interruptibly
@@ -30,8 +30,6 @@ _POLL = 0.25
 """Seconds that a wait inside the client may delay a signal."""
 _OWN_DETECTION = ("tpu", "gcetpu", "gketpu")
 """Clusters that ``identity`` detects itself, without JAX's minutes of retries."""
-_PORT = 8482
-"""JAX's default port for the service; used if it is free."""
 _AFTER_BYE = 0.5
 
 
@@ -50,38 +48,32 @@ def detect_cluster() -> tuple[str, int, int] | None:
 
 
 class Service:
-    """The process of the coordination service."""
+    """The process of the coordination service, on a free port of ``host``.
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
-        self._process, self.address = process, address
+    It ends ``linger`` seconds after this process does.
+    """
 
-    def release(self, wait: float = 5.0) -> None:
+    def __init__(self, host: str, count: int, linger: float) -> None:
+        command = [sys.executable, "-m", "spile.worker.pod.coordination", host, str(count), f"{linger:g}"]
+        # A session of its own: Ctrl+C in worker 0's terminal must not end it before the others are notified.
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
+        with self.process.stdout as lines:
+            self.address = lines.readline().strip()
+        if not self.address:
+            raise PodError(f"the coordination service could not start on {host}", fix="see the lines above")
+
+    def release(self) -> None:
         """End the service: all processes have left."""
-        stdin: IO[str] | None = self._process.stdin
-        if stdin is not None:
-            with contextlib.suppress(OSError):
-                stdin.write("bye\n")
-                stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait)
-
-
-def start_service(host: str, count: int, linger: float) -> Service:
-    """Start the service on a free port of ``host``. It ends ``linger`` seconds after this process does."""
-    command = [sys.executable, "-m", "spile.worker.pod.coordination", host, str(count), f"{linger:g}"]
-    # A session of its own: Ctrl+C in worker 0's terminal must not end it before the others are notified.
-    process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    line = process.stdout.readline().strip() if process.stdout is not None else ""
-    if not line:
-        raise PodError(f"the coordination service could not start on {host}", fix="see the lines above")
-    return Service(process, line)
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            self.process.communicate("bye\n", timeout=5.0)
 
 
 class Coordination:
@@ -162,8 +154,7 @@ class Coordination:
         """Wait for all processes; :class:`PodError` names the missing ones and what they reported last."""
         import jax
 
-        me = str(self.identity.process)
-        self.put(f"at/{name}/{me}", "here")
+        self.put(f"at/{name}/{self.identity.process}", "here")
         try:
             run_interruptibly(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
         except jax.errors.JaxRuntimeError as error:
@@ -174,15 +165,15 @@ class Coordination:
 
     def _late_error(self, name: str, timeout: float) -> PodError | None:
         here = {int(process) for process in self.entries(f"at/{name}")}
-        alive = Coordination(self._client, self.identity).entries("alive")
-        reports = {int(process): text.partition("\t")[2] for process, text in alive.items()}
         missing = [process for process in range(self.identity.count) if process not in here]
         if not missing:
             return None
+        alive = Coordination(self._client, self.identity).entries("alive")
+        reports = {process: alive.get(str(process), "").partition("\t")[2] for process in range(self.identity.count)}
         named = "; ".join(
-            f"{self.identity.host(process)}, last reported: {reports.get(process) or 'nothing'}" for process in missing
+            f"{self.identity.host(process)}, last reported: {reports[process] or 'nothing'}" for process in missing
         )
-        others = sorted({reports[process] for process in here if reports.get(process)})
+        others = sorted({reports[process] for process in here if reports[process]})
         reached = f" (the others: {', '.join(others)})" if others else ""
         return PodError(
             f"{len(missing)} of {self.identity.count} workers did not come to the barrier '{name}' "
@@ -192,17 +183,6 @@ class Coordination:
 
 
 # -- the service's own process ----------------------------------------------------------------------------------------
-
-
-def _free_port(host: str) -> int:
-    for port in (_PORT, 0):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise OSError(f"no free port on {host}")
 
 
 def serve(host: str, count: int, linger: float) -> None:
@@ -216,7 +196,9 @@ def serve(host: str, count: int, linger: float) -> None:
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
     numeric = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    port = _free_port(numeric)
+    with socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET) as probe:
+        probe.bind((numeric, 0))
+        port = probe.getsockname()[1]
     address = f"[{numeric}]:{port}" if ":" in numeric else f"{numeric}:{port}"
     service = _jax.get_distributed_runtime_service(
         address, count, heartbeat_timeout=SERVICE_HEARTBEAT, shutdown_timeout=1, recoverable=True

@@ -6,13 +6,12 @@ silence for a no would do the work of the whole slice by itself, and so would ev
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spile.errors import PodError, SpecError
 from spile.objects.machine import google_metadata_url, metadata_reply
@@ -20,6 +19,7 @@ from spile.objects.machine import google_metadata_url, metadata_reply
 Metadata = Callable[[str], str | None]
 """Returns an attribute of the VM; None if it does not exist. Raises :class:`NoMetadata` if there is no answer."""
 
+ROLL_CALL_PORT = 5555
 _GCE_NAMES = ("Google", "Google Compute Engine")
 _CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
 """Device files of TPU chips: up to v4, and since v5e."""
@@ -55,30 +55,21 @@ def gce_metadata(
         return None
     base = google_metadata_url("instance/attributes/", environment)
     tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
-    return _MetadataServer(base, patience or (_OF_A_TPU if tpu else _OF_ANOTHER), tpu)
+    total, one = patience or (_OF_A_TPU if tpu else _OF_ANOTHER)
 
-
-@dataclass(frozen=True)
-class _MetadataServer:
-    """Asks the metadata server, with retries."""
-
-    base: str
-    patience: Patience
-    tpu: bool
-
-    def __call__(self, key: str) -> str | None:
+    def ask(key: str) -> str | None:
         began, pause = time.monotonic(), _PAUSE
         while True:
-            status, content = metadata_reply("GET", self.base + key, {"Metadata-Flavor": "Google"}, self.patience.one)
+            status, content = metadata_reply("GET", base + key, {"Metadata-Flavor": "Google"}, one)
             if status in (200, 404):
                 return content if status == 200 else None
             refused = 400 <= status < 500 and status != 429
             waited = time.monotonic() - began
-            if refused or waited + pause >= self.patience.total:
+            if refused or waited + pause >= total:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if not self.tpu:
+        if not tpu:
             return None
         raise NoMetadata(
             f"this TPU VM's metadata server does not say which host of which slice this is ({waited:.0f} s)",
@@ -88,8 +79,7 @@ class _MetadataServer:
             "(--num-processes 1 if this host works alone)",
         )
 
-
-ROLL_CALL_PORT = 5555
+    return ask
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ class Identity:
     """All hosts in order, if known."""
     source: str = "one process"
     """Where this was found."""
-    name: str = ""
+    name: str = field(default_factory=socket.gethostname)
     """The host name of this machine."""
     secret: str = field(default="", repr=False)
     """A secret that the hosts of a slice share, if there is one. Callers without it are ignored."""
@@ -121,16 +111,8 @@ class Identity:
         return f"worker {process} ({known})" if known else f"worker {process}"
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What one source knows; None for what it does not know."""
-
-    process: int | None = None
-    count: int | None = None
-    hosts: tuple[str, ...] = ()
-    coordinator: str | None = None
-    source: str = ""
-    secret: str = field(default="", repr=False)
+_Facts = dict[str, Any]
+"""What a source knows of the fields of :class:`Identity`."""
 
 
 def find_identity(
@@ -141,108 +123,93 @@ def find_identity(
     num_processes: int | None = None,
     hosts: int | None = None,
     metadata: Metadata | None = None,
-    detect: Callable[[], tuple[str, int, int] | None] | None = None,
-    name: str | None = None,
+    detect: Callable[[], tuple[str, int, int] | None] = lambda: None,
 ) -> Identity:
     """Return the identity of this process from the flags, the metadata server, the variables and JAX's detection.
 
     ``hosts`` is the number of hosts of ``--topology``. ``detect`` returns coordinator, count and number.
     """
-    found = _Found(process_id, num_processes, (), coordinator_address, "flags")
+    flags = {"process": process_id, "count": num_processes, "coordinator": coordinator_address}
+    facts: _Facts = {name: value for name, value in flags.items() if value is not None}
     no_answer: NoMetadata | None = None
-    if num_processes != 1 and None in (coordinator_address, process_id, num_processes):
-        described, no_answer = _from_metadata(metadata, environment)
-        found = _merged(found, described, _from_variables(environment), _from_jax(detect, environment))
-    count = found.count if found.count is not None else hosts
-    name = name or socket.gethostname()
-    if no_answer is not None and (count in (None, 1) or found.process is None):
+    source = "flags"
+    if num_processes != 1 and len(facts) < len(flags):
+        described: tuple[str, _Facts] = "", {}
+        try:
+            described = _from_metadata(metadata, environment)
+        except NoMetadata as error:  # raised below if no other source knows the slice
+            no_answer = error
+        sources = [("flags", facts), described, _from_variables(environment), _from_jax(detect, environment)]
+        facts, source = _merge(sources)
+    count, process = facts.get("count", hosts), facts.get("process")
+    if no_answer is not None and (count in (None, 1) or process is None):
         raise no_answer
-    if count is None or count == 1:
-        _refuse_half(found, count)
-        if hosts is not None and hosts > 1:
-            raise _disagreement(hosts, 1, found.source or "this host")
-        return Identity(0, 1, source=found.source or "one process", name=name)
-    if found.process is None:
+    if count is None and process:
+        raise SpecError(
+            f"{source} says that this is worker {process}, but the number of workers is unknown",
+            fix="give --num-processes or --topology, or unset the variable if an earlier launch left it",
+        )
+    count = 1 if count is None else count
+    if hosts is not None and hosts != count:
+        raise SpecError(
+            "the topology's hosts",
+            expected=f"{hosts} (--topology)",
+            found=f"{count} ({source or 'this host'})",
+            fix="give this slice's own --topology, or leave it out",
+        )
+    if count == 1:
+        return Identity(0, 1, source=source or "one process")
+    if process is None:
         raise SpecError(
             f"{count} processes, but the number of this one is unknown",
             expected="CLOUD_TPU_TASK_ID, TPU_WORKER_ID or a TPU VM's metadata",
             fix="run it on every host of the slice: spile run --tpu-prefix NAME -- spile …; or give --process-id; or "
             "leave --topology out for a single host",
         )
-    if not 0 <= found.process < count:
-        raise SpecError(
-            f"this process's number ({found.source})", expected=f"from 0 to {count - 1}", found=found.process
-        )
-    if hosts is not None and hosts != count:
-        raise _disagreement(hosts, count, found.source)
-    return replace(_placed(found, count, name), secret=environment.get("SPILE_POD_SECRET") or found.secret)
+    if not 0 <= process < count:
+        raise SpecError(f"this process's number ({source})", expected=f"from 0 to {count - 1}", found=process)
+    return _locate(facts, process, count, source, environment)
 
 
-def _placed(found: _Found, count: int, name: str) -> Identity:
-    address = found.coordinator or (found.hosts[0] if found.hosts else "")
+def _locate(facts: _Facts, process: int, count: int, source: str, environment: Mapping[str, str]) -> Identity:
+    hosts: tuple[str, ...] = facts.get("hosts", ())
+    address = facts.get("coordinator") or (hosts[0] if hosts else "")
     if not address:
         raise SpecError(
-            f"process {found.process} of {count} does not know where worker 0 is ({found.source})",
+            f"process {process} of {count} does not know where worker 0 is ({source})",
             fix="give --coordinator-address HOST",
         )
-    host, port = _split(address)
+    host, colon, port = address.rpartition(":")
+    if not colon or host.endswith(":"):  # no port, or an IPv6 address
+        host, port = address, ""
     return Identity(
-        process=found.process or 0,
-        count=count,
+        process,
+        count,
         coordinator=host,
-        port=port or ROLL_CALL_PORT,
-        hosts=found.hosts if len(found.hosts) == count else (),
-        source=found.source,
-        name=name,
+        port=_number(port, "--coordinator-address's port") if port else ROLL_CALL_PORT,
+        hosts=hosts if len(hosts) == count else (),
+        source=source,
+        secret=environment.get("SPILE_POD_SECRET") or facts.get("secret", ""),
     )
 
 
-def _disagreement(wanted: int, found: int, source: str) -> SpecError:
-    return SpecError(
-        "the topology's hosts",
-        expected=f"{wanted} (--topology)",
-        found=f"{found} ({source})",
-        fix="give this slice's own --topology, or leave it out",
-    )
+def _merge(sources: list[tuple[str, _Facts]]) -> tuple[_Facts, str]:
+    """Take each fact from the first source that has it; return also the names of the sources that contributed."""
+    known: _Facts = {}
+    names = []
+    for name, facts in sources:
+        if not facts.keys() <= known.keys():
+            names.append(name)
+        known = {**facts, **known}
+    return known, ", ".join(names)
 
 
-def _refuse_half(found: _Found, count: int | None) -> None:
-    if count is None and found.process:
-        raise SpecError(
-            f"{found.source} says that this is worker {found.process}, but the number of workers is unknown",
-            fix="give --num-processes or --topology, or unset the variable if an earlier launch left it",
-        )
-
-
-def _merged(*sources: _Found) -> _Found:
-    """Take each fact from the first source that has it."""
-    known = _Found()
-    names: list[str] = []
-    for found in sources:
-        before = known
-        known = replace(
-            known,
-            process=found.process if known.process is None else known.process,
-            count=found.count if known.count is None else known.count,
-            hosts=known.hosts or found.hosts,
-            coordinator=known.coordinator or found.coordinator,
-            secret=known.secret or found.secret,
-        )
-        if known != before:
-            names.append(found.source)
-    return replace(known, source=", ".join(names))
-
-
-def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[_Found, NoMetadata | None]:
-    """Return what the metadata says, or its error, which is raised if no other source knows the slice."""
+def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[str, _Facts]:
     if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
-        return _Found(), None
-    try:
-        number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
-    except NoMetadata as no_answer:
-        return _Found(), no_answer
+        return "", {}
+    number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
     if not number and not endpoints:
-        return _Found(), None
+        return "", {}
     if not number or not endpoints:
         raise PodError(
             "the VM's metadata names only a part of the host's place in the slice",
@@ -252,83 +219,69 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
         )
     # Each endpoint is a bare address or name:id:address.
     hosts = tuple(part.rpartition(":")[2] for part in endpoints.split(","))
-    variables = {**_tpu_env(metadata("tpu-env") or ""), **environment}
-    found = _slices(_number(number, "agent-worker-number"), hosts, variables, "the VM's metadata")
+    # Lines such as MEGASCALE_NUM_SLICES: '2'.
+    lines = (line.partition(":") for line in (metadata("tpu-env") or "").splitlines() if ":" in line)
+    variables = {key.strip(): value.strip().strip("'") for key, _, value in lines}
+    source, facts = _in_slices(
+        _number(number, "agent-worker-number"), hosts, {**variables, **environment}, "the VM's metadata"
+    )
     # spile tpu create and spile deploy give a slice this secret.
-    return replace(found, secret=(metadata("spile-secret") or "") if found.count != 1 else ""), None
+    if facts["count"] != 1 and (secret := metadata("spile-secret")):
+        facts["secret"] = secret
+    return source, facts
 
 
-def _tpu_env(text: str) -> dict[str, str]:
-    """Lines such as ``MEGASCALE_NUM_SLICES: '2'``."""
-    pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
-    return {key.strip(): value.strip().strip("'") for key, _, value in pairs}
-
-
-def _from_variables(environment: Mapping[str, str]) -> _Found:
+def _from_variables(environment: Mapping[str, str]) -> tuple[str, _Facts]:
     listed = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
     hosts = tuple(host.strip() for host in listed.split(",") if host.strip())
-    number = environment.get("CLOUD_TPU_TASK_ID")
     source = "CLOUD_TPU_TASK_ID"
     # TPU_WORKER_ID alone names a stream; it is a process number only if several hosts are listed.
-    if number is None and len(hosts) > 1:
-        number, source = environment.get("TPU_WORKER_ID"), "TPU_WORKER_ID"
-    if number is None or not number.strip():
-        return _Found()
-    if len(hosts) <= 1:
-        return _Found(_number(number, source), 1 if hosts else None, hosts, None, source)
-    return _slices(_number(number, source), hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
+    if source not in environment and len(hosts) > 1:
+        source = "TPU_WORKER_ID"
+    text = environment.get(source, "").strip()
+    if not text:
+        return "", {}
+    number = _number(text, source)
+    if len(hosts) > 1:
+        return _in_slices(number, hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
+    return source, {"process": number, "hosts": hosts, "count": 1} if hosts else {"process": number}
 
 
-def _slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Found:
-    """Return the identity in one slice, or in one of several that act together (multislice)."""
+def _in_slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> tuple[str, _Facts]:
+    """Return the place in one slice, or in one of several that act together (multislice)."""
     slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
     mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
     if slices <= 1 or not coordinator:
-        return _Found(number, len(hosts), hosts, None, source)
-    # Its port belongs to JAX and not to the roll call.
-    where = coordinator.partition(":")[0]
-    return _Found(number + mine * len(hosts), slices * len(hosts), (), where, f"{source}, slice {mine} of {slices}")
+        return source, {"process": number, "count": len(hosts), "hosts": hosts}
+    return f"{source}, slice {mine} of {slices}", {
+        "process": number + mine * len(hosts),
+        "count": slices * len(hosts),
+        "coordinator": _without_port(coordinator),
+    }
 
 
-def _from_jax(detect: Callable[[], tuple[str, int, int] | None] | None, environment: Mapping[str, str]) -> _Found:
-    own = tuple(environment.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"))
-    if all(own):
-        address, count, number = own
-        return _Found(
-            _number(number or "", "JAX_PROCESS_ID"),
-            _number(count or "", "JAX_NUM_PROCESSES"),
-            (),
-            (address or "").partition(":")[0],
-            "JAX_PROCESS_ID",
-        )
-    detected = detect() if detect is not None else None
+def _from_jax(detect: Callable[[], tuple[str, int, int] | None], environment: Mapping[str, str]) -> tuple[str, _Facts]:
+    address, count, process = (
+        environment.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    )
+    if address and count and process:
+        facts = {"process": _number(process, "JAX_PROCESS_ID"), "count": _number(count, "JAX_NUM_PROCESSES")}
+        return "JAX_PROCESS_ID", {**facts, "coordinator": _without_port(address)}
+    detected = detect()
     if detected is None:
-        return _Found()
-    coordinator, processes, mine = detected
-    return _Found(mine, processes, (), coordinator.partition(":")[0], "JAX's cluster detection")
+        return "", {}
+    address, processes, number = detected
+    facts = {"process": number, "count": processes}
+    return "JAX's cluster detection", {**facts, "coordinator": _without_port(address)}
+
+
+def _without_port(address: str) -> str:
+    """Return the host of an address whose port belongs to JAX and not to the roll call."""
+    return address.partition(":")[0]
 
 
 def _number(text: str, name: str) -> int:
     if not text.strip().isdecimal():
         raise SpecError(name, expected="a number", found=repr(text))
     return int(text)
-
-
-def _split(address: str) -> tuple[str, int | None]:
-    host, colon, port = address.rpartition(":")
-    if not colon or host.endswith(":"):
-        return address, None
-    return host, _number(port, "--coordinator-address's port")
-
-
-def this_process(**flags: object) -> Identity:
-    """Return the identity of this process from its environment, the metadata server and JAX's detection."""
-    from spile.worker.pod.coordination import detect_cluster
-
-    return find_identity(
-        os.environ,
-        metadata=gce_metadata(os.environ),
-        detect=detect_cluster,
-        **flags,  # type: ignore[arg-type]
-    )
