@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
-from itertools import islice
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -227,8 +227,8 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
             streams: Read only these streams.
             part: (k, n) reads every n-th shard, starting with shard k.
         """
-        found = self._iterate(tap, batch_rows, include, exclude, streams, part, context=False)
-        return (batch.rows for batch in found)
+        options: dict[str, Any] = {"include": include, "exclude": exclude, "streams": streams, "part": part}
+        return (batch.rows for batch in self.batches(tap, batch_rows, **options, context=False))
 
     def batches(
         self,
@@ -239,33 +239,21 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         exclude: int | None = None,
         streams: Iterable[int] | None = None,
         part: tuple[int, int] | None = None,
+        context: bool = True,
     ) -> Iterator[RowBatch]:
-        """Yield the same rows as :meth:`rows`, each with its token, role, stream, sample and position."""
-        return self._iterate(tap, batch_rows, include, exclude, streams, part, context=True)
+        """Yield the same rows as :meth:`rows`, each with its token, role, stream, sample and position.
 
-    def _iterate(
-        self,
-        tap: str | Tap,
-        batch_rows: int,
-        include: int | None,
-        exclude: int | None,
-        streams: Iterable[int] | None,
-        part: tuple[int, int] | None,
-        *,
-        context: bool,
-    ) -> Iterator[RowBatch]:
+        ``context=False`` leaves these out.
+        """
         if batch_rows < 1:
             raise UserError("batch_rows", expected="at least 1", found=batch_rows)
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        chosen = self.streams_with((str(tap),), streams)
-        read_ledgers(chosen)
-        records = ((stream, record) for stream in chosen for record in stream.shards)
-        mine = islice(records, first, None, step)
+        records = self.read_shards(self.streams_with((str(tap),), streams))[first::step]
         # Not those of self.shard: a pass over the dataset must not evict the shards that lookups use.
-        shards = ((stream.number, stream.open(record)) for stream, record in mine)
-        return iterate(shards, str(tap), batch_rows, include=include, exclude=exclude, context=context)
+        shards = ((stream.number, stream.open(record)) for stream, record in records)
+        return iterate(shards, str(tap), batch_rows, Selection(include, exclude), context=context)
 
     def read_shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
         """Read the ledgers of these streams and return their committed shards."""
@@ -432,7 +420,8 @@ def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:
 
 def _different_tokens(first: Dataset, other: Dataset, number: int) -> UserError:
     a, b = first[number], other[number]
-    place = _first_difference(a.context, b.context)
+    pairs = enumerate(zip_longest(a.context.tolist(), b.context.tolist()))
+    place, tokens = next(((place, pair) for place, pair in pairs if pair[0] != pair[1]), (None, ()))
     if place is None:
         return UserError(
             f"sample {a.ref.task_id} has rows of different tokens in {first.root.url} and {other.root.url}",
@@ -440,23 +429,14 @@ def _different_tokens(first: Dataset, other: Dataset, number: int) -> UserError:
             found=_shown(b.positions),
             fix="extract both with the same --positions",
         )
+    texts = ["none: the sample ends before" if token is None else str(token) for token in tokens]
     return UserError(
         f"{first.root.url} and {other.root.url} have different tokens at position {place} of sample {number} "
         f"({a.ref.task_id})",
-        expected=f"token {_token(a.context, place)}",
-        found=f"token {_token(b.context, place)}, sample {b.ref.task_id}",
+        expected=f"token {texts[0]}",
+        found=f"token {texts[1]}, sample {b.ref.task_id}",
         fix=f"extract the second dataset with --dataset spile:{first.root.url}",
     )
-
-
-def _first_difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int | None:
-    common = min(len(a), len(b))
-    different = np.flatnonzero(a[:common] != b[:common])
-    return int(different[0]) if len(different) else None if len(a) == len(b) else common
-
-
-def _token(tokens: npt.NDArray[Any], place: int) -> str:
-    return str(tokens[place]) if place < len(tokens) else "none: the sample ends before"
 
 
 def _shown(numbers: npt.NDArray[Any]) -> str:

@@ -268,16 +268,14 @@ def iterate(
     shards: Iterable[tuple[int, ShardReader]],
     tap: str,
     batch_rows: int,
+    selection: Selection,
     *,
-    include: int | None,
-    exclude: int | None,
     context: bool,
 ) -> Iterator[RowBatch]:
     """Yield batches of ``batch_rows`` rows over all shards; the last batch may be shorter."""
     waiting: list[RowBatch] = []
     held = 0
-    calls = _reads(shards, tap, Selection(include, exclude), context)
-    for part in read_ahead(calls, _DEPTH):
+    for part in read_ahead(_reads(shards, tap, selection, context), _DEPTH):
         if not len(part):
             continue
         waiting.append(part)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ _SHOWN = 400
 _NEWLINE = "↵\n"
 
 _Array = npt.NDArray[Any]
+_Found = TypeVar("_Found")
 
 
 def no_tap(tap: str, known: Sequence[str]) -> UserError:
@@ -200,22 +202,18 @@ class StoredSample(SampleRows):
 
     @cached_property
     def tokens(self) -> npt.NDArray[np.int32]:  # type: ignore[override]  # read on request
-        """Token ids of the rows."""
         return self._shard.rows("tokens", self._start, self._stop)
 
     @cached_property
-    def positions(self) -> npt.NDArray[np.int64]:  # type: ignore[override]  # read on request
-        """Position of each row in the sample, from 0. It differs from the row number if not all tokens have rows."""
+    def positions(self) -> npt.NDArray[np.int64]:  # type: ignore[override]
         return self._shard.positions(self._start, self._stop)
 
     @cached_property
-    def context(self) -> npt.NDArray[np.int32]:  # type: ignore[override]  # read on request
-        """Ids of all tokens that the model read, including tokens without rows."""
+    def context(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
         return self._shard.context(self._place)
 
     @cached_property
-    def roles(self) -> npt.NDArray[np.uint8]:  # type: ignore[override]  # read on request
-        """The :class:`~spile.spec.sample.Role` bits of each row's token."""
+    def roles(self) -> npt.NDArray[np.uint8]:  # type: ignore[override]
         return self._shard.rows("roles", self._start, self._stop)
 
     def rows(self, tap: str | Tap, first: int = 0, count: int | None = None) -> _Array:
@@ -331,86 +329,75 @@ class RowChoice:
             )
         return rows if self.where == "mean" or callable(self.where) else rows[[number]]
 
-    def reduce(self, rows: _Array, counts: _Array) -> _Array:
-        """Average the rows of each sample, or apply the function to them, if that is asked for."""
-        if not (self.where == "mean" or callable(self.where)) or not len(counts):
+    def reduce(self, rows: _Array) -> _Array:
+        """Return the chosen rows of a sample; with ``mean`` or a function, one row made of them."""
+        if self.where == "mean":
+            return np.asarray(rows.mean(axis=0, keepdims=True), np.float32)
+        if not callable(self.where):
             return rows
-        first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        if callable(self.where):
-            pooled = [np.asarray(self.where(each), np.float32) for each in np.split(rows, first[1:])]
-            wrong = next((each.shape for each in pooled if each.shape != pooled[0].shape or each.ndim != 1), None)
-            if wrong is not None:
-                raise UserError("positions", expected="a function that returns one row [d]", found=f"shape {wrong}")
-            return np.stack(pooled)
-        return np.asarray(np.add.reduceat(rows, first, axis=0) / counts[:, None], np.float32)
-
-
-@dataclass(frozen=True)
-class _ShardRows:
-    stream: int
-    index: _Array
-    """The index of each sample in its stream."""
-    counts: _Array
-    """Chosen rows of each sample."""
-    rows: _Array
-    """The chosen rows, or a value for each of them."""
+        pooled = np.asarray(self.where(rows), np.float32)
+        if pooled.ndim != 1:
+            expected = "a function that returns one row [d]"
+            raise UserError("positions", expected=expected, found=f"shape {pooled.shape}")
+        return pooled[None]
 
 
 def sample_matrix(dataset: Dataset, tap: str, choice: RowChoice) -> _Array:
     """Return the chosen rows of every sample at one tap, as float32 and in the order of the data."""
 
-    def read(stream: Stream, record: ShardRecord) -> _ShardRows:
-        shard = dataset.shard(stream, record)
-        numbers, counts = _chosen(shard, choice)
-        rows = choice.reduce(_gathered(shard, tap, numbers), counts)
-        counts = counts if choice.many else np.ones_like(counts)
-        return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, rows)
+    def read(shard: ShardReader) -> list[_Array]:
+        chosen = _chosen_rows(shard, choice)
+        rows = _gathered(shard, tap, np.concatenate(chosen))
+        ends = np.cumsum([len(numbers) for numbers in chosen])[:-1]
+        return [choice.reduce(each) for each in np.split(rows, ends)]
 
-    parts = _of_shards(dataset, dataset.streams_with((tap,), None), read)
-    return _in_data_order(parts) if parts else np.zeros((0, 0), np.float32)
+    found = _of_samples(dataset, dataset.streams_with((tap,), None), read)
+    return np.concatenate(found) if found else np.zeros((0, 0), np.float32)
 
 
 def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
     """Return a kept field of every sample, in the order of the data; of every chosen row if all rows are chosen."""
     known: set[str] = set()
 
-    def read(stream: Stream, record: ShardRecord) -> _ShardRows:
-        shard = dataset.shard(stream, record)
-        values = np.empty(len(shard.notes), object)
-        for place, note in enumerate(shard.notes):
-            kept = note.get("kept", {})
-            known.update(kept)
-            values[place] = kept.get(name)
-        counts = _chosen(shard, choice)[1] if choice.many else np.ones(len(values), np.int64)
-        return _ShardRows(stream.number, shard.read_tensor("sample_index"), counts, np.repeat(values, counts))
+    def read(shard: ShardReader) -> list[list[Any]]:
+        kept = [note.get("kept", {}) for note in shard.notes]
+        known.update(*kept)
+        counts = map(len, _chosen_rows(shard, choice)) if choice.many else [1] * len(kept)
+        return [[each.get(name)] * count for each, count in zip(kept, counts, strict=True)]
 
-    parts = _of_shards(dataset, dataset.streams, read)
-    if parts and name not in known:
+    found = _of_samples(dataset, dataset.streams, read)
+    if found and name not in known:
         raise UserError(
             f"no field {name} is stored with the samples of {dataset.root.url}",
             expected=f"one of {', '.join(sorted(known))}" if known else "fields that were kept",
             found="none" if not known else None,
             fix=f"extract with keep=[{name!r}], or --keep {name}",
         )
-    return column(_in_data_order(parts).tolist()) if parts else np.zeros(0)
+    return column([value for values in found for value in values]) if found else np.zeros(0)
 
 
-def _of_shards(
-    dataset: Dataset, streams: Sequence[Stream], read: Callable[[Stream, ShardRecord], _ShardRows]
-) -> list[_ShardRows]:
-    calls = (partial(read, *shard) for shard in dataset.read_shards(streams))
-    return list(read_ahead(calls, _SHARDS_AT_ONCE))
+def _of_samples(
+    dataset: Dataset, streams: Sequence[Stream], read: Callable[[ShardReader], Sequence[_Found]]
+) -> list[_Found]:
+    """Return what ``read`` returns for each sample of each shard, in the order of the data."""
+
+    def of_shard(stream: Stream, record: ShardRecord) -> list[tuple[int, int, _Found]]:
+        shard = dataset.shard(stream, record)
+        index = shard.read_tensor("sample_index").tolist()
+        return [(stream.number, *each) for each in zip(index, read(shard), strict=True)]
+
+    calls = (partial(of_shard, *shard) for shard in dataset.read_shards(streams))
+    found = chain.from_iterable(read_ahead(calls, _SHARDS_AT_ONCE))
+    return [value for _, _, value in sorted(found, key=itemgetter(0, 1))]
 
 
-def _chosen(shard: ShardReader, choice: RowChoice) -> tuple[_Array, _Array]:
-    """Return the numbers of the chosen rows of a shard, sorted, and how many each sample has."""
+def _chosen_rows(shard: ShardReader, choice: RowChoice) -> list[_Array]:
+    """Return the numbers of the chosen rows of each sample."""
     offsets, roles, notes = shard.read_tensor("offsets"), shard.read_tensor("roles"), shard.notes
-    found = [
+    return [
         start + choice.pick(roles[start:stop], notes[place]["task_id"])
         for place, (start, stop) in enumerate(pairwise(offsets.tolist()))
     ]
-    counts = np.array([len(rows) for rows in found], np.int64)
-    return np.concatenate(found) if found else np.zeros(0, np.int64), counts
 
 
 def _gathered(shard: ShardReader, tap: str, numbers: _Array) -> _Array:
@@ -424,14 +411,3 @@ def _gathered(shard: ShardReader, tap: str, numbers: _Array) -> _Array:
             start, stop = int(numbers[low]), int(numbers[high - 1]) + 1
             parts.append(as_float32(shard.rows(tap, start, stop)[numbers[low:high] - start]))
     return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
-
-
-def _in_data_order(parts: Sequence[_ShardRows]) -> _Array:
-    """Concatenate the rows of all shards, sample by sample in the order of streams and indexes."""
-    streams = np.concatenate([np.full(len(part.index), part.stream) for part in parts])
-    order = np.lexsort((np.concatenate([part.index for part in parts]), streams))
-    counts = np.concatenate([part.counts for part in parts])
-    rows = np.concatenate([part.rows for part in parts])
-    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    wanted = [np.arange(starts[place], starts[place] + counts[place]) for place in order]
-    return rows[np.concatenate(wanted)] if wanted else rows

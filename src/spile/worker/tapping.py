@@ -126,10 +126,8 @@ class Activations(Sequence[TappedSample]):
     ) -> _Array:
         """Return one row per sample ``[samples, d]``; see :meth:`spile.Dataset.numpy`."""
         choice = RowChoice(positions, include, exclude)
-        chosen = [choice.pick(sample.roles, sample.task_id) for sample in self._samples]
-        rows = [sample[tap][numbers] for sample, numbers in zip(self._samples, chosen, strict=True)]
-        counts = np.array([len(numbers) for numbers in chosen], np.int64)
-        return choice.reduce(np.concatenate(rows), counts) if rows else np.zeros((0, 0), np.float32)
+        rows = [choice.reduce(each[tap][choice.pick(each.roles, each.task_id)]) for each in self._samples]
+        return np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
 
     def labels(self, name: str) -> _Array:
         """Return a field of the data, one value per sample."""

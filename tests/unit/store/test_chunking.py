@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from counting import Counting
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
-from spile.reading.rows import RowBatch, iterate
+from spile.reading.rows import RowBatch, Selection, iterate
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
@@ -100,7 +100,7 @@ def test_any_range_is_read_and_checked(
 
 def _read(shard: ShardReader) -> list[RowBatch]:
     with patch("spile.reading.rows._PIECE", 100):
-        return list(iterate([(0, shard)], "residual.0", 3, include=None, exclude=None, context=False))
+        return list(iterate([(0, shard)], "residual.0", 3, Selection(), context=False))
 
 
 @given(width=st.integers(1, 400_000), dtype=st.sampled_from(["float32", "bfloat16", "int8", "int32"]), data=st.data())
@@ -158,7 +158,7 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
         assert shard.chunk_rows(tap.name) == chunking.rows[tap.name]
         assert shard.chunk_bytes(tap.name) == (60 if tap.name == "residual.0" else 80)
         with patch("spile.reading.rows._PIECE", 100):
-            parts = list(iterate([(0, shard)], tap.name, 7, include=None, exclude=None, context=False))
+            parts = list(iterate([(0, shard)], tap.name, 7, Selection(), context=False))
         np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
         np.testing.assert_array_equal(shard.rows(tap.name, 3, 17), rows[3:17])
 
