@@ -150,16 +150,16 @@ def _hf(home: Path) -> dict[str, tuple[Path, Read]]:
         import datasets  # noqa: F401
     except ImportError:
         return {}
-    from spile.reading.export import Export, write_hf
+    from spile.reading.export import export_dataset
 
-    write_hf(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "hf"))
+    export_dataset(spile.open(str(home / "root")), str(home / "hf"), to="hf", taps=["residual.0"])
     return {"datasets, in order, float32": (home / "hf", partial(hf, home / "hf"))}
 
 
 def _saelens(home: Path, rows: int, peers: str) -> None:
-    from spile.reading.export import Export, write_saelens
+    from spile.reading.export import export_dataset
 
-    write_saelens(Export(spile.open(str(home / "root")), ("residual.0",)), str(home / "sae"))
+    export_dataset(spile.open(str(home / "root")), str(home / "sae"), to="saelens", taps=["residual.0"])
     command = [peers, "-c", _SAELENS, str(home / "sae"), str(D), str(rows // 2)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -480,11 +480,10 @@ def export(
         context_size: The length of a context in the cache of SAELens.
         hook_name: The name of the tap in the cache of SAELens; None takes that of TransformerLens.
     """
-    from spile.reading.export import check_output, export_dataset
+    from spile.reading.export import export_dataset
 
-    check_output(to, str(output))
     return export_dataset(
-        _opened(root),
+        root,
         str(output),
         to=to,
         taps=taps,

@@ -32,13 +32,12 @@ def stepped(real):
         return real(*words, **options)
     return call
 
-# Every shard that is read, every file that is made durable, and the renaming.
-export.Block.rows = stepped(export.Block.rows)
+# Every part that is read, every file that is made durable, and the renaming.
+export.Export.convert = stepped(export.Export.convert)
 export.os.fsync = stepped(os.fsync)
 export.sync_folder = stepped(export.sync_folder)
 export.Path.rename = stepped(export.Path.rename)
-write = getattr(export, f"write_{form}")
-write(export.Export(open_dataset("root"), ("residual.1",)), "out")
+export.export_dataset(open_dataset("root"), "out", to=form, taps=["residual.1"])
 print(steps)
 """
 
@@ -49,13 +48,13 @@ def run(folder: Path, form: str, step: int) -> subprocess.CompletedProcess[str]:
 
 
 def exported(folder: Path, form: str) -> list[Path]:
-    suffix = {"npy": "residual.1.npy", "pickles": "*.pkl.gz", "parquet": "*.parquet"}.get(form, "*.arrow")
+    suffix = {"npy": "residual.1.npy", "pickle": "*.pkl.gz", "parquet": "*.parquet"}.get(form, "*.arrow")
     return sorted(folder.rglob(suffix))
 
 
 @pytest.mark.parametrize(
     "form",
-    ["npy", *(pytest.param(form, marks=pytest.mark.slow) for form in ("parquet", "pickles", "hf", "saelens"))],
+    ["npy", *(pytest.param(form, marks=pytest.mark.slow) for form in ("parquet", "pickle", "hf", "saelens"))],
 )
 def test_a_killed_export_leaves_no_output(tmp_path: Path, form: str) -> None:
     if form in ("parquet", "hf", "saelens"):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # its own imports warn
 from spile.objects import open_folder  # noqa: E402
 from spile.reading.dataset import Dataset  # noqa: E402
 from spile.reading.dataset import open as open_dataset  # noqa: E402
-from spile.reading.export import Export, write_saelens  # noqa: E402
+from spile.reading.export import export_dataset  # noqa: E402
 from world import produce  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "saelens.py"
@@ -33,7 +33,7 @@ def test_its_store_reads_our_cache(dataset: Dataset, tmp_path: Path) -> None:
     import torch
     from sae_lens.training.activations_store import ActivationsStore
 
-    done = write_saelens(Export(dataset, ("residual.1",)), str(tmp_path / "cache"), context_size=16)
+    done = export_dataset(dataset, str(tmp_path / "cache"), to="saelens", taps=["residual.1"], context_size=16)
     store = ActivationsStore(
         model=SimpleNamespace(tokenizer=None, cfg=SimpleNamespace(device="cpu")),
         dataset=None,

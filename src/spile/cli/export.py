@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from spile.cli.flags import MANY, log, stream_numbers
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.reading.export import ExportDtype, ExportFormat, check_output, chosen_taps, export_dataset
+from spile.reading.export import ExportDtype, ExportFormat, export_dataset
 from spile.reading.importing import import_pickles
 from spile.reading.push import push_dataset
 from spile.spec.amounts import counted, size
@@ -40,15 +40,12 @@ def export(
         context_size: The context size of SAELens' cache.
         hook_name: The name of the tap in SAELens. [default: TransformerLens']
     """
-    check_output(to, output)
-    dataset = open_dataset(root)
-    chosen = chosen_taps(dataset, taps)
     with progress_bar("exporting", "rows") as seen:
         done = export_dataset(
-            dataset,
+            root,
             output,
             to=to,
-            taps=chosen,
+            taps=taps,
             streams=stream_numbers(streams),
             dtype=dtype,
             context_size=context_size,
@@ -56,7 +53,7 @@ def export(
             seen=seen,
         )
     unit = {"saelens": "context", "speculators": "sample", "specforge": "sample"}.get(to, "row")
-    log(f"wrote {counted(done.rows, unit)} of {', '.join(chosen)} to {output} ({counted(done.files, 'file')})")
+    log(f"wrote {counted(done.rows, unit)} of {', '.join(done.taps)} to {output} ({counted(done.files, 'file')})")
     return 0
 
 

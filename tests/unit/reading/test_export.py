@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,7 @@ from spile.errors import DataError, SpecError, UserError
 from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.export import (
-    _UNFINISHED,
-    Block,
-    Export,
-    export_dataset,
-    hook_name,
-    new_folder,
-    write_hf,
-    write_npy,
-    write_parquet,
-    write_pickles,
-    write_saelens,
-)
+from spile.reading.export import _UNFINISHED, Export, export_dataset, hook_name, new_folder
 from spile.reading.importing import import_pickles, read_pickle
 from spile.spec.sample import Role
 from spile.store.verification import verify
@@ -59,7 +46,7 @@ def rows(dataset: Dataset, tap: str) -> np.ndarray:
 
 
 def test_a_pickle_is_what_the_old_loader_expects_and_comes_back(dataset: Dataset, tmp_path: Path) -> None:
-    done = write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
+    done = export_dataset(dataset, str(tmp_path / "old"), to="pickle", taps=TAPS)
     assert done.rows == sum(stream.tokens for stream in dataset.streams)
     with gzip.open(tmp_path / "old/tpu_0/shard_0001.pkl.gz", "rb") as file:
         data = pickle.load(file)
@@ -84,15 +71,15 @@ def test_a_pickle_is_what_the_old_loader_expects_and_comes_back(dataset: Dataset
             dataset.sample(ref.stream, ref.index).rows("residual.1"),
         )
     with pytest.raises(UserError, match="expected one tap per layer"):
-        write_pickles(Export(dataset, ("residual.1", "attn.1")), str(tmp_path / "both"))
+        export_dataset(dataset, str(tmp_path / "both"), to="pickle", taps=("residual.1", "attn.1"))
     with pytest.raises(UserError, match="expected a new or an empty folder"):
-        write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
+        export_dataset(dataset, str(tmp_path / "old"), to="pickle", taps=TAPS)
 
 
 def test_pickles_in_a_bucket_with_the_metadata_of_the_guides(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_pickles(Export(dataset, TAPS), str(tmp_path / "old"))
+    export_dataset(dataset, str(tmp_path / "old"), to="pickle", taps=TAPS)
     with FakeGcs() as fake:
         fake.add_bucket("bucket")
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
@@ -100,7 +87,7 @@ def test_pickles_in_a_bucket_with_the_metadata_of_the_guides(
         bucket = open_folder("gs://bucket/old")
         for number in (1, 9):  # what an export that was killed leaves
             bucket.put(f"tpu_3/shard_{number:04d}.pkl.gz", b"half")
-        write_pickles(Export(dataset, TAPS), bucket.url)
+        export_dataset(dataset, bucket.url, to="pickle", taps=TAPS)
         keys = {info.key for info in bucket.list()}
         assert keys == {str(path.relative_to(tmp_path / "old")) for path in (tmp_path / "old").rglob("*.*")}
         for number in (0, 3):
@@ -113,7 +100,7 @@ def test_pickles_in_a_bucket_with_the_metadata_of_the_guides(
             for shard in listed["shards"]:
                 assert bucket.info(f"tpu_{number}/{shard['file']}").size == shard["size"]
         with pytest.raises(UserError, match="expected a new or an empty folder"):
-            write_pickles(Export(dataset, TAPS), bucket.url)
+            export_dataset(dataset, bucket.url, to="pickle", taps=TAPS)
 
 
 class _Evil:
@@ -360,36 +347,29 @@ def test_no_error_shows_a_sample(tmp_path: Path) -> None:
         assert "secret" not in str(caught.value)
 
 
-WRITERS: dict[str, Any] = {
-    "npy": write_npy,
-    "pickle": write_pickles,
-    "parquet": write_parquet,
-    "hf": write_hf,
-    "saelens": lambda export, output: write_saelens(replace(export, taps=export.taps[:1]), output, context_size=4),
-}
-
-
-@pytest.mark.parametrize("form", WRITERS)
+@pytest.mark.parametrize("form", ["npy", "pickle", "parquet", "hf", "saelens"])
 def test_an_export_that_fails_leaves_nothing(
-    dataset: Dataset, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, tmp_path: Path, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The export fails at any shard, and the next export starts clean."""
+    """The export fails at any part of the rows, and the next export starts clean."""
     if form in ("parquet", "hf", "saelens"):
         pytest.importorskip("datasets")
-    real, calls = Block.rows, []
+    taps = TAPS[:1] if form == "saelens" else TAPS
+    real, calls = Export.convert, []
 
-    def failing(block: Block, *words: Any) -> Any:
-        calls.append(block.number)
+    def failing(export: Export, rows: np.ndarray, what: str) -> Any:
+        calls.append(what)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return real(block, *words)
+        return real(export, rows, what)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Block, "rows", failing)
+        patched.setattr(Export, "convert", failing)
+        patched.setattr("spile.reading.export._SLICE", 64)
         with pytest.raises(KeyboardInterrupt):
-            WRITERS[form](Export(dataset, TAPS), str(tmp_path / "out"))
+            export_dataset(dataset, str(tmp_path / "out"), to=form, taps=taps, context_size=4)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["root"]
-    WRITERS[form](Export(dataset, TAPS), str(tmp_path / "out"))
+    export_dataset(dataset, str(tmp_path / "out"), to=form, taps=taps, context_size=4)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "root"]
 
 
@@ -397,7 +377,7 @@ def test_one_export_at_a_time_writes_an_output(dataset: Dataset, tmp_path: Path)
     with new_folder(str(tmp_path / "out")) as folder:
         (folder / "file").write_text("mine")
         with pytest.raises(UserError, match="another export that is writing it"):
-            write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+            export_dataset(dataset, str(tmp_path / "out"), to="npy", taps=TAPS)
         assert (folder / "file").exists()
     assert (tmp_path / "out" / "file").read_text() == "mine"
 
@@ -408,7 +388,7 @@ def test_a_link_in_place_of_the_unfinished_folder_is_not_followed(dataset: Datas
     (tmp_path / "precious/file").write_text("kept")
     (tmp_path / f".out{_UNFINISHED}").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match="is a link"):
-        write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+        export_dataset(dataset, str(tmp_path / "out"), to="npy", taps=TAPS)
     assert (tmp_path / "precious/file").read_text() == "kept"
 
 
@@ -416,14 +396,14 @@ def test_a_folder_that_cannot_be_replaced_is_filled(dataset: Dataset, tmp_path: 
     """As a mount point: here a link to an empty folder."""
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "real")
-    write_npy(Export(dataset, TAPS), str(tmp_path / "out"))
+    export_dataset(dataset, str(tmp_path / "out"), to="npy", taps=TAPS)
     assert (tmp_path / "out").is_symlink()
     assert np.array_equal(np.load(tmp_path / "real/residual.0.npy"), rows(dataset, "residual.0"))
     assert not list((tmp_path / "real").glob(".*"))
 
 
 @pytest.mark.parametrize("form", ["npy", "pickle", "parquet", "hf"])
-def test_values_too_large_for_float16_are_refused(tmp_path: Path, form: str) -> None:
+def test_values_too_large_for_float16_are_refused(tmp_path: Path, form: Any) -> None:
     if form in ("parquet", "hf"):
         pytest.importorskip("datasets")
     large = np.array([[1.0, 65504.0, -70000.0]], np.float32)
@@ -431,21 +411,22 @@ def test_values_too_large_for_float16_are_refused(tmp_path: Path, form: str) -> 
     import_pickles(str(source), open_folder(str(tmp_path / "root")), store_dtype="float32")
     stored = open_dataset(str(tmp_path / "root"))
     with pytest.raises(DataError, match=r"--dtype float16: 1 values of residual\.0 in .*found up to 7e\+04"):
-        WRITERS[form](Export(stored, ("residual.0",), "float16"), str(tmp_path / "out"))
+        export_dataset(stored, str(tmp_path / "out"), to=form, dtype="float16")
     assert not (tmp_path / "out").exists()
-    WRITERS[form](Export(stored, ("residual.0",), "float32"), str(tmp_path / "out"))
+    export_dataset(stored, str(tmp_path / "out"), to=form)
 
 
 def test_values_too_large_for_bfloat16_are_refused(tmp_path: Path) -> None:
     source = pickled(tmp_path / "a.pkl", rows=np.array([[1.0, 3.4e38, 2.0]], np.float32))
     import_pickles(str(source), open_folder(str(tmp_path / "root")), store_dtype="float32")
-    (block,) = Export(open_dataset(str(tmp_path / "root")), ("residual.0",), "bfloat16").blocks()
+    spec = Export(open_dataset(str(tmp_path / "root")), ("residual.0",), "bfloat16", None, 128, None, lambda *_: None)
+    (shard,) = spec.shards()
     with pytest.raises(DataError, match=r"--dtype bfloat16: 1 values of .*expected at most 3\.38953e\+38"):
-        block.rows("residual.0")
+        shard.rows("residual.0", 0, 1)
 
 
 def test_npy(dataset: Dataset, tmp_path: Path) -> None:
-    write_npy(Export(dataset, TAPS, "float16"), str(tmp_path / "npy"))
+    export_dataset(dataset, str(tmp_path / "npy"), to="npy", taps=TAPS, dtype="float16")
     for tap in TAPS:
         assert np.array_equal(np.load(tmp_path / f"npy/{tap}.npy"), rows(dataset, tap).astype(np.float16))
     notes = [json.loads(line) for line in (tmp_path / "npy/samples.jsonl").read_text().splitlines()]
@@ -457,11 +438,11 @@ def test_npy(dataset: Dataset, tmp_path: Path) -> None:
 
 def test_parquet_and_hf_are_read_by_their_own_packages(dataset: Dataset, tmp_path: Path) -> None:
     pandas, hub = pytest.importorskip("pandas"), pytest.importorskip("datasets")
-    write_parquet(Export(dataset, TAPS), str(tmp_path / "parquet"))
+    export_dataset(dataset, str(tmp_path / "parquet"), to="parquet", taps=TAPS)
     table = pandas.concat([pandas.read_parquet(path) for path in sorted((tmp_path / "parquet").iterdir())])
     assert np.array_equal(np.stack(table["residual.1"].to_list()), rows(dataset, "residual.1"))
     assert list(table["task_id"].iloc[:2]) == [dataset.samples[0].task_id] * 2
-    write_hf(Export(dataset, TAPS), str(tmp_path / "hf"))
+    export_dataset(dataset, str(tmp_path / "hf"), to="hf", taps=TAPS)
     loaded = hub.load_from_disk(str(tmp_path / "hf")).with_format("numpy")
     assert np.array_equal(loaded["residual.0"][:], rows(dataset, "residual.0"))
     assert not list(tmp_path.glob(".spile-export-*"))
@@ -469,7 +450,7 @@ def test_parquet_and_hf_are_read_by_their_own_packages(dataset: Dataset, tmp_pat
 
 def test_the_saelens_cache_has_contexts(dataset: Dataset, tmp_path: Path) -> None:
     hub = pytest.importorskip("datasets")
-    done = write_saelens(Export(dataset, ("residual.1",)), str(tmp_path / "sae"), context_size=16)
+    done = export_dataset(dataset, str(tmp_path / "sae"), to="saelens", taps=["residual.1"], context_size=16)
     loaded = hub.load_from_disk(str(tmp_path / "sae")).with_format("numpy")
     wanted = rows(dataset, "residual.1")
     count = len(wanted) // 16
@@ -539,9 +520,9 @@ def test_a_disk_that_fills_up_during_an_export_is_one_line(dataset: Dataset, tmp
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        for write in (write_npy, write_parquet, write_pickles):
+        for form in ("npy", "parquet", "pickle"):
             with pytest.raises(UserError, match=f"cannot write {tmp_path}/out: .* found a file larger than"):
-                write(Export(dataset, TAPS), str(tmp_path / "out"))
+                export_dataset(dataset, str(tmp_path / "out"), to=form, taps=TAPS)  # type: ignore[arg-type]
             assert [path.name for path in tmp_path.iterdir()] == ["root"]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -108,9 +108,9 @@ def test_every_reader_reads_both(base: Path, tmp_path: Path, monkeypatch: pytest
     assert dataset.stats("mlp.2").count == len(rows) == len(wanted)
     np.testing.assert_allclose(dataset.stats("mlp.2").mean, rows.astype(np.float64).mean(0))
     assert all("mlp.2" in shard.statistics for shard in dataset.streams[0].shards)
-    from spile.reading.export import Export, write_npy
+    from spile.reading.export import export_dataset
 
-    write_npy(Export(dataset, ("residual.0", "mlp.2")), str(tmp_path / "npy"))
+    export_dataset(dataset, str(tmp_path / "npy"), to="npy", taps=("residual.0", "mlp.2"))
     assert np.array_equal(np.load(tmp_path / "npy" / "mlp.2.npy"), rows)
 
 
