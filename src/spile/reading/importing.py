@@ -11,9 +11,9 @@ import gzip
 import hashlib
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedIOBase
 from math import prod
 from pathlib import Path
@@ -46,26 +46,39 @@ _MOST_LAYERS = 100_000
 _MOST_MISSING = 100_000
 """Sample indices without a sample that are accepted, in addition to twenty for each sample."""
 
+_EXPECTED = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
+
 _Array = npt.NDArray[Any]
-_Content = dict[int, list[dict[str, Any]]]
+
+
+class PickledSample(NamedTuple):
+    """A sample at one layer."""
+
+    number: int
+    rows: _Array
+    preview: str
+
+    @property
+    def kind(self) -> tuple[int, tuple[int, ...]]:
+        """What is the same at every layer."""
+        return self.number, self.rows.shape
+
+
+_Content = dict[int, list[PickledSample]]
+"""The samples of each layer."""
 
 
 class _Refused(Exception):
     """Why a pickle is not read."""
 
 
-class _Name(NamedTuple):
-    """A global name of a pickle: a marker, never the object that has this name."""
-
-    module: str
-    name: str
-
-
-@dataclass
 class _Dtype:
     """A dtype that a pickle describes."""
 
-    value: np.dtype[Any]
+    def __init__(self, kind: Any, *_: Any) -> None:
+        if not isinstance(kind, str) or not re.fullmatch(r"[<>|=]?(f[248]|[iu][1248]|b1)|bfloat16", kind):
+            raise _Refused("it has a dtype that is no number")
+        self.value: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
 
     def build(self, state: Any) -> None:
         """Apply the byte order. Anything else that a state can set, such as fields or flags, is refused."""
@@ -75,17 +88,18 @@ class _Dtype:
         self.value = self.value.newbyteorder(state[1]) if state[1] in ("<", ">") else self.value
 
 
-@dataclass
 class _PickledArray:
-    """An array of a pickle; None until its content follows."""
+    """An array of a pickle, whose content follows."""
 
     value: _Array | None = None
 
+    def __init__(self, *_: Any) -> None:
+        pass
+
     def build(self, state: Any) -> None:
         """Make the array from (version, shape, dtype, Fortran order, bytes)."""
-        if not isinstance(state, tuple) or len(state) != 5:
-            raise _Refused("it has an array without content")
-        self.value = _array(state[4], state[2], state[1], "F" if state[3] is True else "C")
+        _, shape, dtype, fortran, data = state
+        self.value = _array(data, dtype, shape, "F" if fortran is True else "C")
 
 
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
@@ -98,22 +112,10 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     return np.frombuffer(data, dtype.value).reshape(shape, order=order)
 
 
-def _reconstruct(kind: Any, _shape: Any, _code: Any) -> _PickledArray:
-    if kind != _Name("numpy", "ndarray"):
-        raise _Refused("it has an array of another type")
-    return _PickledArray()
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _PickledArray:
-    return _PickledArray(_array(data, dtype, shape, order))
-
-
-def _dtype(kind: Any, *_: Any) -> _Dtype:
-    if kind == _Name("ml_dtypes", "bfloat16"):
-        return _Dtype(np.dtype(ml_dtypes.bfloat16))
-    if not isinstance(kind, str) or not re.fullmatch(r"[<>|=]?(f[248]|[iu][1248]|b1)", kind):
-        raise _Refused("it has a dtype that is no number")
-    return _Dtype(np.dtype(kind))
+def _from_buffer(*parts: Any) -> _PickledArray:
+    found = _PickledArray()
+    found.value = _array(*parts)
+    return found
 
 
 def _scalar(dtype: Any, data: Any) -> int | float:
@@ -121,24 +123,24 @@ def _scalar(dtype: Any, data: Any) -> int | float:
     return int(value) if dtype.value.kind in "iub" else float(value)
 
 
-def _latin1(text: Any, encoding: Any) -> bytes:
-    """Old protocols write bytes as text."""
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise _Refused("it encodes text")
-    try:
-        return text.encode("latin1")
-    except UnicodeEncodeError as error:
-        raise _Refused("it has bytes that are none") from error
+class _Dict(dict[Any, Any]):
+    """A dict of plain keys only: the hash of a deeply nested tuple overflows the C stack."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) not in (int, str):
+            raise _Refused("it has a dict with keys other than numbers and strings")
+        super().__setitem__(key, value)
 
 
-_CALLS: dict[_Name, Callable[..., Any]] = {
-    _Name("numpy", "dtype"): _dtype,
-    _Name("_codecs", "encode"): _latin1,
-    **{_Name(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
-    **{_Name(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
-    **{_Name(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+_NAMES: dict[tuple[str, str], Any] = {
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): "ndarray",
+    ("ml_dtypes", "bfloat16"): "bfloat16",
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _PickledArray for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
-_NAMES = {*_CALLS, _Name("numpy", "ndarray"), _Name("ml_dtypes", "bfloat16")}
+"""What the names in a pickle stand for here: functions of this module and plain texts, never what has the name."""
 _ALLOWED = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
@@ -149,13 +151,11 @@ _ALLOWED = (
     *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
 )
 """The instructions of a pickle of plain containers, numbers, strings and arrays."""
-
-
 _Base: Any = pickle._Unpickler
 
 
 class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
-    """The unpickler of the standard library with few instructions, names that mean nothing, and arrays of our own."""
+    """The unpickler of the standard library with few instructions, and with names that stand for our own functions."""
 
     def __init__(self, file: _Bounded) -> None:
         super().__init__(file, encoding="latin1")
@@ -163,30 +163,20 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
         self._count = self._encoded = 0
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a marker for an allowed name, never the object that has this name."""
-        found = _Name(module, name)
-        if found not in _NAMES:
+        if (module, name) == ("_codecs", "encode"):
+            return self._encode
+        if (module, name) not in _NAMES:
             raise _Refused(f"it names {module[:40]}.{name[:40]}")
-        return found
+        return _NAMES[module, name]
 
-    def _counted(self) -> None:
-        self._count += 1
-        if self._count > _MOST_INSTRUCTIONS:
-            raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
-
-    def _reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, _Name) or function not in _CALLS or not isinstance(arguments, tuple):
-            raise _Refused("it calls something that is no array, number or dtype")
-        try:
-            value = _CALLS[function](*arguments)
-        except (TypeError, ValueError) as error:
-            raise _Refused(f"it calls {function.name} with other arguments than NumPy writes") from error
-        if isinstance(value, bytes):
-            self._encoded += len(value)
-            if self._encoded > self._bounded.given:  # one text can be encoded many times
-                raise _Refused("its bytes are larger than the file")
-        self.append(value)
+    def _encode(self, text: str, encoding: str) -> bytes:
+        """Old protocols write bytes as text."""
+        if encoding not in ("latin1", "latin-1"):
+            raise _Refused("it encodes text")
+        self._encoded += len(text)
+        if self._encoded > self._bounded.given:  # one text can be encoded many times
+            raise _Refused("its bytes are larger than the file")
+        return text.encode("latin1")
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -194,16 +184,10 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
             raise _Refused("it sets the state of something that is no array or dtype")
         target.build(state)
 
-    def _set(self, values: list[Any]) -> None:
-        # Only plain keys: the hash of a deeply nested tuple overflows the C stack.
-        if type(self.stack[-1]) is not dict or not all(type(name) in (int, str) for name in values[::2]):
-            raise _Refused("it has a dict with keys other than numbers and strings")
-        self.stack[-1].update(zip(values[::2], values[1::2], strict=True))
-
-    def _new_dict(self) -> None:
-        values = self.pop_mark()
-        self.append({})
-        self._set(values)
+    def _dict(self) -> None:
+        if self.pop_mark():
+            raise _Refused("it has a dict that was filled before it was made")
+        self.append(_Dict())
 
     def _bytes(self) -> None:
         """Read first: the standard library allocates the bytes that are announced."""
@@ -211,11 +195,9 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
 
 
 _OWN: dict[str, Callable[[_Unpickler], None]] = {
-    "REDUCE": _Unpickler._reduce,
     "BUILD": _Unpickler._build,
-    "SETITEM": lambda machine: machine._set([machine.stack.pop(), machine.stack.pop()][::-1]),
-    "SETITEMS": lambda machine: machine._set(machine.pop_mark()),
-    "DICT": _Unpickler._new_dict,
+    "EMPTY_DICT": lambda machine: machine.append(_Dict()),
+    "DICT": _Unpickler._dict,
     "BYTEARRAY8": _Unpickler._bytes,
 }
 """What these instructions do here."""
@@ -225,7 +207,9 @@ def _instruction(name: str) -> Callable[[_Unpickler], None]:
     load = _OWN.get(name) or _Base.dispatch[getattr(pickle, name)[0]]
 
     def step(machine: _Unpickler) -> None:
-        machine._counted()
+        machine._count += 1
+        if machine._count > _MOST_INSTRUCTIONS:
+            raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
         load(machine)
 
     return step
@@ -238,29 +222,29 @@ class _Bounded:
     """A file that refuses to give more than a number of bytes."""
 
     def __init__(self, file: BufferedIOBase, most: int) -> None:
-        self._file, self._left = file, most
+        self._file, self._most = file, most
         self.given = 0
         """Bytes that were read."""
 
     def read(self, size: int) -> bytes:
-        if size > self._left:
-            raise _Refused("it unpacks to much more than activations do, or is cut off")
-        return self._count(self._file.read(size))
-
-    def readline(self) -> bytes:
-        data = self._file.readline(self._left + 1)
-        if len(data) > self._left:
-            raise _Refused("it unpacks to much more than activations do, or is cut off")
-        return self._count(data)
-
-    def _count(self, data: bytes) -> bytes:
-        self._left -= len(data)
+        self._refuse_beyond(self.given + size)
+        data = self._file.read(size)
         self.given += len(data)
         return data
 
+    def readline(self) -> bytes:
+        data = self._file.readline(self._most - self.given + 1)
+        self.given += len(data)
+        self._refuse_beyond(self.given)
+        return data
+
+    def _refuse_beyond(self, count: int) -> None:
+        if count > self._most:
+            raise _Refused("it unpacks to much more than activations do, or is cut off")
+
 
 def read_pickle(path: Path) -> _Content:
-    """Return the content of one file: for each layer its samples, each with ``sample_idx`` and ``activation``.
+    """Return the content of one file: the samples of each layer, which are the same at every layer.
 
     Raises:
         DataError: The file is anything else. Nothing in it was executed.
@@ -290,32 +274,37 @@ def read_pickle(path: Path) -> _Content:
 
 
 def _checked(content: Any, where: str, left: int) -> _Content:
-    expected = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
+    """Return the samples of each layer; every layer must have the same ones, and their rows at most ``left`` bytes."""
     if not isinstance(content, dict) or not content:
-        raise DataError(where, expected=expected, found=f"{type(content).__name__}, or nothing")
+        raise DataError(where, expected=_EXPECTED, found=f"{type(content).__name__}, or nothing")
+    found: _Content = {}
     for layer, samples in content.items():
         if type(layer) is not int or not 0 <= layer < _MOST_LAYERS or not isinstance(samples, list):
-            raise DataError(where, expected=expected, found=f"a {type(layer).__name__} for a {type(samples).__name__}")
-        for place, sample in enumerate(samples):
-            at = f"{where}, layer {layer}, sample number {place}"
-            rows = sample.get("activation") if isinstance(sample, dict) else None
-            index = sample.get("sample_idx") if isinstance(sample, dict) else None
-            if isinstance(rows, _PickledArray):
-                rows = sample["activation"] = rows.value
-            if not isinstance(rows, np.ndarray) or type(index) is not int or not 0 <= index < 1 << 48:
-                raise DataError(at, expected=expected, found="a sample without sample_idx or activation")
-            flat = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
-            if flat.ndim != 2 or not flat.size or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
-                found = f"{rows.dtype} {rows.shape}"
-                raise DataError(at, expected="an activation [tokens, d] of floats", found=found)
-            left -= flat.nbytes
-            if left < 0:  # the activations would take much more memory than the file
-                raise DataError(at, expected="an activation for each sample", found="one that several samples share")
-            sample["activation"] = flat
-    return content
+            raise DataError(where, expected=_EXPECTED, found=f"a {type(layer).__name__} for a {type(samples).__name__}")
+        at = f"{where}, layer {layer}"
+        found[layer] = [_checked_sample(each, f"{at}, sample number {place}") for place, each in enumerate(samples)]
+        left -= sum(each.rows.nbytes for each in found[layer])
+        if left < 0:  # the activations would take much more memory than the file
+            raise DataError(at, expected="an activation for each sample", found="one that several samples share")
+        first = next(iter(found))
+        if [each.kind for each in found[layer]] != [each.kind for each in found[first]]:
+            raise DataError(at, expected=f"the samples of layer {first}")
+    return found
 
 
-def pickle_files(source: str) -> list[Path]:
+def _checked_sample(sample: Any, at: str) -> PickledSample:
+    fields = sample if isinstance(sample, dict) else {}
+    array, index, preview = (fields.get(name) for name in ("activation", "sample_idx", "text_preview"))
+    rows = array.value if isinstance(array, _PickledArray) else None
+    if rows is None or type(index) is not int or not 0 <= index < 1 << 48:
+        raise DataError(at, expected=_EXPECTED, found="a sample without sample_idx or activation")
+    flat = rows[0] if rows.ndim == 3 and len(rows) == 1 else rows
+    if flat.ndim != 2 or not flat.size or not (flat.dtype.kind == "f" or flat.dtype == ml_dtypes.bfloat16):
+        raise DataError(at, expected="an activation [tokens, d] of floats", found=f"{rows.dtype} {rows.shape}")
+    return PickledSample(index, flat, preview if isinstance(preview, str) else "")
+
+
+def _pickle_files(source: str) -> list[Path]:
     """Return the pickles that a user means: a file, or all files of a folder in their order."""
     path = Path(source).expanduser()
     found = [path] if path.is_file() else sorted(path.glob("**/*.pkl.gz")) + sorted(path.glob("**/*.pkl"))
@@ -358,7 +347,7 @@ def import_pickles(
         store_dtype: What rows are stored as.
         seen: Called with the number of stored files and of all files.
     """
-    files = pickle_files(source)
+    files = _pickle_files(source)
     survey = _survey(files, store_dtype)
     run = _identity(model, survey, store_dtype)
     taps = tuple(Tap(site, layer) for layer in survey.layers)
@@ -368,7 +357,7 @@ def import_pickles(
     total = survey.samples
     store = join_stream(root, worker_id, StreamIdentity(source, survey.sha256, total, total, taps), run)
     for done, path in enumerate(files, 1):
-        _store(store, read_pickle(path), path, survey.layers)
+        _store(store, read_pickle(path), survey.layers)
         seen(done, len(files))
     left = Ranges([(0, total)]) - store.ledger.done
     if left:
@@ -378,25 +367,27 @@ def import_pickles(
 
 
 def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
-    digest, layers, width = hashlib.sha256(), None, None
-    indices: dict[int, str] = {}
+    digest, width = hashlib.sha256(), 0
+    layers: tuple[int, ...] = ()
+    indices: dict[int, Path] = {}
     for path in files:
         content = read_pickle(path)
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-        layers = tuple(sorted(content)) if layers is None else layers
+        layers = layers or tuple(sorted(content))
         if tuple(sorted(content)) != layers:
-            raise DataError(
-                str(path), expected=f"the {len(layers)} layers of {files[0]}", found=f"{len(content)} layers"
-            )
-        for index, rows in _samples(content, path):
+            expected = f"the {len(layers)} layers of {files[0]}"
+            raise DataError(str(path), expected=expected, found=f"{len(content)} layers")
+        for index, rows, _ in content[layers[0]]:
             if index in indices:
                 raise DataError(f"sample {index} occurs twice", found=f"{indices[index]} and {path}")
-            indices[index] = str(path)
-            width = rows.shape[1] if width is None else width
+            indices[index] = path
+            width = width or rows.shape[1]
             if rows.shape[1] != width:
                 raise DataError(f"{path}, sample {index}", expected=f"rows of {width}", found=rows.shape[1])
-        _check_numbers(content, path, store_dtype)
+        for layer, samples in content.items():
+            for index, rows, _ in samples:
+                _check_numbers(rows, store_dtype, f"{path}, layer {layer}, sample {index}")
     if not indices:
         raise DataError(f"{files[0]} and {len(files) - 1} other files have no sample")
     total = max(indices) + 1
@@ -406,56 +397,40 @@ def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
             expected=f"indices near the number of samples, {len(indices)}",
             found=f"{total - len(indices)} indices without a sample",
         )
-    return _Survey(digest.hexdigest(), layers or (), width or 0, total)
+    return _Survey(digest.hexdigest(), layers, width, total)
 
 
-def _samples(content: _Content, path: Path) -> Iterator[tuple[int, _Array]]:
-    """Yield index and rows of the first layer's samples, after a check that all layers have the same samples."""
-    first, *others = content.values()
-    wanted = [(sample["sample_idx"], sample["activation"].shape) for sample in first]
-    for layer, samples in zip(list(content)[1:], others, strict=True):
-        if [(sample["sample_idx"], sample["activation"].shape) for sample in samples] != wanted:
-            raise DataError(f"{path}, layer {layer}", expected=f"the samples of layer {next(iter(content))}")
-    for sample in first:
-        yield sample["sample_idx"], sample["activation"]
-
-
-def _check_numbers(content: _Content, path: Path, store_dtype: StoreDtype) -> None:
+def _check_numbers(rows: _Array, store_dtype: StoreDtype, at: str) -> None:
     """Refuse values that are NaN or infinite, or that ``store_dtype`` cannot represent."""
-    for layer, samples in content.items():
-        for sample in samples:
-            rows, at = sample["activation"], f"{path}, layer {layer}, sample {sample['sample_idx']}"
-            if not np.isfinite(rows).all():
-                raise DataError(f"{at} has values that are NaN or infinite", fix="remove the sample from the pickle")
-            with np.errstate(over="ignore"):
-                stored = rows.astype(np.float32 if store_dtype in SCALED else store_dtype)
-            if not np.isfinite(stored).all() or (store_dtype in SCALED and np.abs(stored).max() >= LIMIT):
-                largest = f"{np.abs(rows).max():.3g}"
-                raise DataError(
-                    f"{at} has values too large for {store_dtype}", found=largest, fix="choose another --store-dtype"
-                )
+    if not np.isfinite(rows).all():
+        raise DataError(f"{at} has values that are NaN or infinite", fix="remove the sample from the pickle")
+    with np.errstate(over="ignore"):
+        stored = rows.astype(np.float32 if store_dtype in SCALED else store_dtype)
+    if not np.isfinite(stored).all() or (store_dtype in SCALED and np.abs(stored).max() >= LIMIT):
+        largest, fix = f"{np.abs(rows).max():.3g}", "choose another --store-dtype"
+        raise DataError(f"{at} has values too large for {store_dtype}", found=largest, fix=fix)
 
 
-def _store(store: StreamStore, content: _Content, path: Path, layers: tuple[int, ...]) -> None:
+def _store(store: StreamStore, content: _Content, layers: tuple[int, ...]) -> None:
     """Store the samples of one file that are not committed yet as one shard."""
-    chosen = [place for place, (index, _) in enumerate(_samples(content, path)) if index not in store.ledger.done]
+    first = content[layers[0]]
+    chosen = [place for place, sample in enumerate(first) if sample.number not in store.ledger.done]
     if not chosen:
         return
-    builder = store.begin([_sample(content[layers[0]][place]) for place in chosen])
+    builder = store.begin([_sample(first[place]) for place in chosen])
     kinds = store.record.identity.rows(store.run)
     for tap, layer in enumerate(layers):
-        rows = np.concatenate([content[layer][place]["activation"] for place in chosen])
+        rows = np.concatenate([content[layer][place].rows for place in chosen])
         builder.write(tap, 0, as_stored(rows, kinds[tap].dtype))
     store.commit([builder.finish()])
 
 
-def _sample(source: dict[str, Any]) -> Sample:
-    length, index = len(source["activation"]), source["sample_idx"]
+def _sample(source: PickledSample) -> Sample:
+    length = len(source.rows)
     roles = np.zeros(length, np.uint8)
     roles[:1] = Role.FIRST
-    preview = source.get("text_preview")
-    text = preview if isinstance(preview, str) else ""
-    return Sample(index, str(index), np.full(length, UNKNOWN_TOKEN, np.int32), roles, text)
+    tokens = np.full(length, UNKNOWN_TOKEN, np.int32)
+    return Sample(source.number, str(source.number), tokens, roles, source.preview)
 
 
 def _identity(model: str, survey: _Survey, store_dtype: str) -> RunIdentity:

@@ -151,7 +151,7 @@ def test_every_protocol_of_an_honest_pickle_is_read(tmp_path: Path, protocol: in
     path = tmp_path / "a.pkl"
     path.write_bytes(pickle.dumps(content, protocol))
     for found, array in zip(read_pickle(path)[3], arrays, strict=True):
-        assert np.array_equal(found["activation"], array)
+        assert np.array_equal(found.rows, array)
 
 
 @pytest.mark.parametrize(
