@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.box import ROUNDED
@@ -65,7 +65,7 @@ def inspect(
         found = _statistics(dataset, run_parts, all_taps=stats or html is not None)
     if as_json:
         summaries = {name: each.summary() if each else None for name, each in found.items()}
-        print_json({**_facts(dataset), "taps": summaries})
+        print_json({**dataset.summary(), "taps": summaries})
     else:
         _show(dataset, found)
     if html is not None:
@@ -84,23 +84,8 @@ def _statistics(dataset: Dataset, run_parts: RunParts | None, *, all_taps: bool)
     return {name: merged.get(name) for name in dataset.taps}
 
 
-def _facts(dataset: Dataset) -> dict[str, Any]:
-    files = [shard for stream in dataset.streams for shard in stream.files]
-    return {
-        "root": dataset.root.url,
-        "model": dataset.run.model,
-        "store_dtype": dataset.run.store_dtype,
-        "streams": len(dataset.streams),
-        "samples": sum(stream.samples for stream in dataset.streams),
-        "skipped": sum(len(stream.skipped) for stream in dataset.streams),
-        "tokens": sum(stream.tokens for stream in dataset.streams),
-        "shards": len(files),
-        "bytes": sum(shard.size for shard in files),
-    }
-
-
 def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
-    console, facts = output(), _facts(dataset)
+    console, facts = output(), dataset.summary()
     console.print(f"{facts['root']}: {facts['model']}, rows stored as {facts['store_dtype']}")
     console.print(
         f"{counted(facts['samples'], 'sample')} ({facts['skipped']:,} skipped), {counted(facts['tokens'], 'token')}, "

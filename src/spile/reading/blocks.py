@@ -10,14 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.objects.folder import read_ahead
-from spile.reading.rows import BlockSource, Read, RowBatch, RowChunk, Selection, context_of
+from spile.reading.rows import BlockOptions, BlockSource, Read, RowBatch, RowChunk, Selection, context_of
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
@@ -39,10 +38,10 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class MemoryShard:
-    """Samples and their rows in memory, with the part of the interface of a stored shard that readers use."""
+    """Samples of a stream and their rows in memory: a stream of one shard, as far as readers use it."""
 
-    def __init__(self, samples: Sequence[Sample], rows: Mapping[str, _Array]) -> None:
-        self.notes = notes_of(samples)
+    def __init__(self, stream: int, samples: Sequence[Sample], rows: Mapping[str, _Array]) -> None:
+        self.number, self.notes, self._rows = stream, notes_of(samples), rows
         lengths = [sample.rows for sample in samples]
         counting = [np.arange(len(sample)) for sample in samples]
         self._tensors: dict[str, _Array] = {
@@ -52,45 +51,26 @@ class MemoryShard:
             "roles": np.concatenate([sample.of_rows(sample.roles) for sample in samples]),
         }
         self._positions = np.concatenate([sample.of_rows(each) for sample, each in zip(samples, counting, strict=True)])
-        self._rows = rows
         indices = Ranges.of(sample.index for sample in samples)
         self.record = ShardRecord("", 0, 0, (0, 0), {}, indices, len(samples), sum(lengths))
 
+    def open(self, _record: ShardRecord) -> MemoryShard:
+        return self
+
     def read_tensor(self, name: str) -> _Array:
-        """Return a tensor."""
         return self._tensors[name]
 
     def rows(self, tap: str, start: int, stop: int) -> _Array:
-        """Return rows ``start`` to ``stop`` of a tap."""
         return self._rows[tap][start:stop]
 
     def row_type(self, tap: str) -> tuple[np.dtype[Any], int]:
-        """Return the dtype and the width of a tap's rows."""
         return self._rows[tap].dtype, self._rows[tap].shape[1]
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the position of each row in its sample, from 0."""
         return self._positions[start:stop]
 
 
-class MemoryStream(NamedTuple):
-    """A stream of one shard in memory."""
-
-    number: int
-    shard: MemoryShard
-    local_path: Path = Path()
-
-    @property
-    def folder(self) -> MemoryStream:
-        """The object itself, which readers only ask for ``local_path``."""
-        return self
-
-    def open(self, _record: ShardRecord) -> MemoryShard:
-        """Return the shard."""
-        return self.shard
-
-
-_Shards = Sequence[tuple["Stream | MemoryStream", ShardRecord]]
+_Shards = Sequence[tuple["Stream | MemoryShard", ShardRecord]]
 
 
 class _SampleTable(NamedTuple):
@@ -157,14 +137,11 @@ class _OpenShard:
 class StoredBlocks(BlockSource):
     """Taps of committed shards."""
 
-    def __init__(
-        self, taps: Sequence[str], shards: _Shards, selection: Selection, *, context: bool = False, window: int = 1
-    ) -> None:
-        self.taps, self.selection, self._shards = tuple(taps), selection, tuple(shards)
-        self.window, self._context = window, context
+    def __init__(self, taps: Sequence[str], shards: _Shards, options: BlockOptions, *, remote: bool = False) -> None:
+        self.taps, self._shards, self.remote = tuple(taps), tuple(shards), remote
+        self.selection, self._context, self.window, _ = options
         self.samples = sum(record.count for _, record in self._shards)
         self.rows = sum(record.tokens for _, record in self._shards)
-        self.remote = bool(self._shards) and self._shards[0][0].folder.local_path is None
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._open_bytes = 0
         self._lock = threading.Lock()
@@ -175,11 +152,9 @@ class StoredBlocks(BlockSource):
 
     @property
     def streams(self) -> list[Any]:
-        """The streams that have shards, in order."""
         return list(dict.fromkeys(stream for stream, _ in self._shards))
 
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """Return the dtype and the number of columns of each tap; every shard has the same."""
         if not self._shards:
             return {}
         reader = self._shard(0).reader
@@ -187,7 +162,6 @@ class StoredBlocks(BlockSource):
         return {tap: (dtype, self.window * columns) for tap, (dtype, columns) in types.items()}
 
     def reads(self, samples: _Numbers, part: _Numbers, parts: int) -> Iterator[Read]:
-        """Yield one call for each shard, or several if the shard has much to read."""
         shards, indices = self._table.find(samples)
         most = self.samples_per_read(parts)
         for mine in _by_shard(shards):
@@ -246,11 +220,9 @@ class StoredBlocks(BlockSource):
         return RowChunk(keys[order], rows, RowBatch.join(known).take(order) if known else None)
 
     def counts(self, parts: int) -> _Numbers:
-        """Return the number of selected rows ``[samples, parts]``, without reading rows."""
         return self._per_sample(np.zeros((self.samples, parts), np.int64), partial(self._count, parts, selected=True))
 
     def data_order(self) -> tuple[_Numbers, _Numbers]:
-        """Return the index in its stream and the number of rows, before the selection, of each sample."""
         lengths = self._per_sample(np.zeros((self.samples, 1), np.int64), partial(self._count, 1, selected=False))
         return self._table.find(np.arange(self.samples))[1], lengths[:, 0]
 
@@ -341,19 +313,15 @@ class JointBlocks(BlockSource):
         self.remote = any(source.remote for source in self._sources.values())
 
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """Return the dtype and the number of columns of each tap of each dataset."""
         return {f"{name}/{tap}": kind for name, source in self._sources.items() for tap, kind in source.types().items()}
 
     def counts(self, parts: int) -> _Numbers:
-        """Return the number of selected rows ``[samples, parts]``, without reading rows."""
         return self._first.counts(parts)
 
     def data_order(self) -> tuple[_Numbers, _Numbers]:
-        """Return the index in its stream and the number of rows, before the selection, of each sample."""
         return self._first.data_order()
 
     def reads(self, samples: _Numbers, part: _Numbers, parts: int) -> Iterator[Read]:
-        """Yield calls that read some samples of all datasets."""
         step = self.samples_per_read(parts)
         for begin in range(0, len(samples), step):
             yield partial(self._read, samples[begin : begin + step], part[begin : begin + step], parts)

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, overload
@@ -24,8 +24,8 @@ import numpy.typing as npt
 from spile.errors import SpecError, SpileError, UserError, printable
 from spile.objects import Folder, open_folder
 from spile.reading.blocks import JointBlocks, StoredBlocks
-from spile.reading.readers import BlockOptions, ShuffledReaders
-from spile.reading.rows import RowBatch, Selection, iterate, ref_of
+from spile.reading.readers import ShuffledReaders
+from spile.reading.rows import BlockOptions, RowBatch, Selection, iterate, ref_of
 from spile.reading.samples import RowChoice, SampleList, StoredSample, Where, no_tap, sample_labels, sample_matrix
 from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
@@ -266,12 +266,11 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         return self.root.url
 
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> StoredBlocks:
-        selection, context, window, streams = options
-        shards = self.read_shards(self.streams_with(taps, streams))
-        return StoredBlocks(taps, shards, selection, context=context, window=window)
+        shards = self.read_shards(self.streams_with(taps, options.streams))
+        return StoredBlocks(taps, shards, options, remote=self.root.local_path is None)
 
-    def _described(self, source: StoredBlocks, taps: tuple[str, ...]) -> dict[str, Any]:
-        return {"dataset": self.identity(source.streams), "taps": list(taps)}
+    def _identify(self, source: StoredBlocks) -> str:
+        return self.identity(source.streams)
 
     def identity(self, streams: Iterable[Stream]) -> str:
         """Return a hash of the run and of the samples of some streams, however they are divided into shards."""
@@ -315,15 +314,29 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         model = printable(self.run.model)
         return f"<dataset {self.root.url}: {counted(samples, 'sample')} of {model}, {taps or 'no taps'}>"
 
-    def _repr_html_(self) -> str:
-        tokens = sum(stream.tokens for stream in self.streams)
-        stored = sum(file.size for stream in self.streams for file in stream.files)
-        facts = {
-            "dataset": self.root.url,
+    def summary(self) -> dict[str, Any]:
+        """Return the model, the dtype, and how much is stored."""
+        files = [file for stream in self.streams for file in stream.files]
+        return {
+            "root": self.root.url,
             "model": self.run.model,
-            "samples": f"{len(self):,}",
-            "tokens": f"{tokens:,}",
-            "stored": f"{size(stored)} as {self.run.store_dtype}",
+            "store_dtype": self.run.store_dtype,
+            "streams": len(self.streams),
+            "samples": sum(stream.samples for stream in self.streams),
+            "skipped": sum(len(stream.skipped) for stream in self.streams),
+            "tokens": sum(stream.tokens for stream in self.streams),
+            "shards": len(files),
+            "bytes": sum(file.size for file in files),
+        }
+
+    def _repr_html_(self) -> str:
+        known = self.summary()
+        facts = {
+            "dataset": known["root"],
+            "model": known["model"],
+            "samples": f"{known['samples']:,}",
+            "tokens": f"{known['tokens']:,}",
+            "stored": f"{size(known['bytes'])} as {known['store_dtype']}",
             "taps": ", ".join(self.taps[:12]) + (" …" if len(self.taps) > 12 else ""),
         }
         cells = "".join(
@@ -339,17 +352,12 @@ class JointDataset(ShuffledReaders):
     A tap of one dataset is ``name/tap``; a plain ``tap`` is that tap of every dataset.
     """
 
-    def __init__(self, datasets: Mapping[str, Dataset], *, checked: bool = False) -> None:
-        """``checked``: the tokens are known to be equal."""
+    def __init__(self, datasets: Mapping[str, Dataset]) -> None:
         if not datasets or any(not name or "/" in name for name in datasets):
             raise UserError("spile.open", expected="datasets with names without a slash", found=[*datasets])
         self.datasets = dict(datasets)
         """The datasets by name; those of a list are named ``0``, ``1`` and so on."""
-        if not checked:
-            _check_same_tokens(self.datasets)
-
-    def __reduce__(self) -> tuple[Callable[..., JointDataset], tuple[dict[str, Dataset]]]:
-        return partial(JointDataset, checked=True), (self.datasets,)
+        _check_same_tokens(self.datasets)
 
     def __len__(self) -> int:
         return len(next(iter(self.datasets.values())))
@@ -393,9 +401,8 @@ class JointDataset(ShuffledReaders):
             {name: self.datasets[name]._source(mine, free if at else options) for at, (name, mine) in enumerate(chosen)}
         )
 
-    def _described(self, source: Any, taps: tuple[str, ...]) -> dict[str, Any]:  # noqa: ARG002
-        names = [dataset.identity(dataset.streams) for dataset in self.datasets.values()]
-        return {"dataset": " ".join(names), "taps": list(taps)}
+    def _identify(self, source: Any) -> str:  # noqa: ARG002
+        return " ".join(dataset.identity(dataset.streams) for dataset in self.datasets.values())
 
 
 def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:

@@ -41,11 +41,9 @@ class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
         return next(self._reader)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state after the last batch."""
         return self._reader.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
         self._reader.close()
         self._reader = self._dataset.shuffled(self._tap, **{**self._how, "state": state})
 

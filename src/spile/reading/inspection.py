@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -89,15 +89,33 @@ def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStati
     taken = TapAccumulator(shard.place(tap).shape[1])
     for start in range(0, record.tokens, _READ_ROWS):
         stop = min(start + _READ_ROWS, record.tokens)
-        rows = context_of(stream.number, shard, start, stop)
-        assert rows.tokens is not None and rows.samples is not None  # noqa: S101, PT018
-        assert rows.positions is not None  # noqa: S101  for the type checker
-        taken.add(shard.rows(tap, start, stop), rows.tokens, rows.samples, rows.positions)
+        _add_rows(taken, shard.rows(tap, start, stop), context_of(stream.number, shard, start, stop))
     found = taken.result()
     return replace(found, top=tuple(row._replace(stream=stream.number) for row in found.top))
 
 
+def _add_rows(taken: TapAccumulator, rows: _Array, known: RowBatch) -> None:
+    taken.add(rows, *(np.asarray(each) for each in (known.tokens, known.samples, known.positions)))
+
+
+def sampled_statistics(batch: RowBatch, tap: str) -> TapStatistics:
+    """Return the statistics of the rows of :func:`sampled_rows` at a tap."""
+    taken = TapAccumulator(batch.rows[tap].shape[1])
+    _add_rows(taken, batch.rows[tap], batch)
+    return taken.result()
+
+
 NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
+
+
+def norm_lines(stats: Mapping[str, TapStatistics]) -> list[list[str]]:
+    """Return the table of norms: a row for each tap."""
+    found = []
+    for tap, known in stats.items():
+        cells = [f"{known.norm_quantile(part):.4g}" for part in (0.5, 0.99)] if known.count else ["–", "–"]
+        largest = f"{known.top[0].norm:.4g}" if known.top else "–"
+        found.append([tap, f"{known.count:,}", *cells, largest, f"{known.sinks:,}"])
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,31 +124,24 @@ class Inspection:
 
     taps: tuple[str, ...]
     stats: dict[str, TapStatistics]
-    cosine: _Array = field(default_factory=lambda: np.zeros((0, 0)))
+    cosine: _Array
     """Mean cosine similarity of the same token's rows at two taps."""
-    chosen: str = ""
+    chosen: str
     """The tap whose main directions are shown."""
-    plane: _Array = field(default_factory=lambda: np.zeros((0, 2)))
-    roles: _Array = field(default_factory=lambda: np.zeros(0, np.uint8))
-    explained: tuple[float, float] = (0.0, 0.0)
-
-    def lines(self) -> list[list[str]]:
-        """Return the table of norms: a row for each tap."""
-        found = []
-        for tap in self.taps:
-            known, top = self.stats[tap], self.stats[tap].top
-            cells = [f"{known.norm_quantile(part):.4g}" for part in (0.5, 0.99)] if known.count else ["–", "–"]
-            found.append([tap, f"{known.count:,}", *cells, f"{top[0].norm:.4g}" if top else "–", f"{known.sinks:,}"])
-        return found
+    plane: _Array
+    roles: _Array
+    explained: tuple[float, float]
 
     def __repr__(self) -> str:
-        rows = [list(NORMS), *self.lines()]
+        rows = [list(NORMS), *norm_lines(self.stats)]
         widths = [max(len(row[place]) for row in rows) for place in range(len(NORMS))]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in NORMS)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.lines())
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in norm_lines(self.stats)
+        )
         return f"<table><tr>{head}</tr>{body}</table>"
 
 

@@ -134,7 +134,6 @@ def _on_disk(root: Folder, files: Iterable[ObjectInfo]) -> Iterator[Path]:
 
 
 def _check_run(dataset: Dataset, there: HubFolder) -> None:
-    """Refuse a repository that holds another run."""
     found = read_run(there)
     if found is not None and found.fingerprint() != dataset.run.fingerprint():
         raise UserError(f"{there.url} holds another run ({found.model})", fix="push to another repository")

@@ -6,14 +6,13 @@ import difflib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy.typing as npt
 
 from spile.errors import UserError
 from spile.reading.blocks import JointBlocks
-from spile.reading.rows import BlockSource, RowBatch, SampleRef, Selection
+from spile.reading.rows import BlockOptions, BlockSource, RowBatch, SampleRef, Selection
 from spile.reading.shuffle import MEMORY, RowOrder, Shuffled, ShuffleOrder, ShufflePlan
 from spile.spec.taps import Tap
 
@@ -60,15 +59,6 @@ class TorchOptions(ShuffleOptions, total=False):
     world: int | None
 
 
-class BlockOptions(NamedTuple):
-    """What a source of shuffle blocks is asked for, besides taps."""
-
-    selection: Selection
-    context: bool
-    window: int
-    streams: Iterable[int] | None
-
-
 class ShuffledReaders(ABC):
     """Readers of shuffled activation rows, for NumPy, torch, JAX and Grain."""
 
@@ -82,8 +72,8 @@ class ShuffledReaders(ABC):
         """Return the rows of some taps as a source of shuffle blocks."""
 
     @abstractmethod
-    def _described(self, source: Any, taps: tuple[str, ...]) -> dict[str, Any]:
-        """Return plain JSON values that name the dataset and the taps, for the state of a reader."""
+    def _identify(self, source: Any) -> str:
+        """Return a hash of what is read, for the state of a reader."""
 
     def shuffled(
         self,
@@ -137,9 +127,10 @@ class ShuffledReaders(ABC):
         if memory < 1:
             raise UserError("memory", expected="at least 1", found=memory)
         rows = max(1, memory // max(1, source.row_bytes)) if buffer_rows is None else buffer_rows
-        plan = ShufflePlan(rows, batch_rows, seed, part[0], part[1], drop_last, order)
-        plan = replace(plan, samples=source.samples, rows=source.rows, remote=source.remote, whole_samples=window > 1)
-        chosen = ShuffleOrder(plan, source, self._described(source, names))
+        plan = ShufflePlan(
+            rows, batch_rows, seed, *part, drop_last, order, source.samples, source.rows, source.remote, window > 1
+        )
+        chosen = ShuffleOrder(plan, source, {"dataset": self._identify(source), "taps": list(names)})
         start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
         return Shuffled(chosen, start, epochs=epochs, dtype=dtype, single=single)
@@ -224,17 +215,14 @@ class DeviceBatches(Iterator[Any]):
         return dict(self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch, as torch and torchdata name it."""
         return self.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
         self._reader.load_state_dict(state)
         self._coming.clear()
         self._state = self._reader.state()
 
     def close(self) -> None:
-        """Stop reading ahead."""
         self._reader.close()
 
     def _placed(self, batch: Any) -> Any:

@@ -224,7 +224,6 @@ class Selection:
         return np.array(chosen, np.bool_)[place - first]
 
     def of_norm(self, norms: npt.NDArray[np.float32]) -> _Mask:
-        """Return which norms are within the bounds."""
         return np.asarray(
             (norms >= (-np.inf if self.min_norm is None else self.min_norm))
             & (norms <= (np.inf if self.max_norm is None else self.max_norm))
@@ -347,6 +346,15 @@ class RowGroup(NamedTuple):
     reads: Iterator[Read]
 
 
+class BlockOptions(NamedTuple):
+    """What a source of shuffle blocks is asked for, besides taps."""
+
+    selection: Selection
+    context: bool
+    window: int
+    streams: Iterable[int] | None
+
+
 class BlockSource:
     """Rows of some taps, read in blocks: from stored shards, or from a running model.
 
@@ -384,7 +392,6 @@ class BlockSource:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row of all taps together."""
         return sum(dtype.itemsize * columns for dtype, columns in self.types().values())
 
     @property

@@ -138,7 +138,6 @@ class ShufflePlan:
 
     @cached_property
     def group_blocks(self) -> int:
-        """Blocks of a group."""
         return max(1, self.blocks if self.one_group else self.group_rows * self.blocks // max(1, self.rows))
 
     @cached_property
@@ -400,7 +399,6 @@ class ShuffleBuffer:
         return found
 
     def release(self, slots: _Numbers) -> None:
-        """Make slots available for other rows."""
         with self._lock:
             self._free[self._free_count : self._free_count + len(slots)] = slots
             self._free_count += len(slots)

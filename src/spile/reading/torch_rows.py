@@ -104,10 +104,8 @@ class TensorBatches(Iterator[Any]):
         return _tensors(next(self._reader))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch."""
         return self._reader.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
         self._reader.close()
         self._reader = self._source.reader(self._worker, self._workers, state)

@@ -34,11 +34,11 @@ import numpy.typing as npt
 from spile.data.stream import SampleReader
 from spile.errors import Failure, SpecError, SpileError, UserError, printable
 from spile.objects.folder import iterate_ahead
-from spile.reading.blocks import MemoryShard, MemoryStream, StoredBlocks
+from spile.reading.blocks import MemoryShard, StoredBlocks
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.readers import BlockOptions, ShuffledReaders
-from spile.reading.rows import BlockSource, Read, ReaderClosed, RowGroup
+from spile.reading.readers import ShuffledReaders
+from spile.reading.rows import BlockOptions, BlockSource, Read, ReaderClosed, RowGroup
 from spile.reading.samples import no_tap
 from spile.reading.shuffle import RowOrder, ShufflePlan
 from spile.spec.ranges import Ranges
@@ -480,7 +480,8 @@ class LiveBlocks(BlockSource):
     def groups(self, plan: ShufflePlan, first: int) -> Iterator[RowGroup]:
         """Compute the samples in the order of the data, from sample ``first`` on, and yield them in groups."""
         for samples, last, rows in self._stream.compute(plan, first, self._taps, self._feeds.append):
-            yield RowGroup(samples[0].index, last, self._reads(MemoryShard(samples, rows)))
+            shard = MemoryShard(self._stream.run.spec.data.worker_id, samples, rows)
+            yield RowGroup(samples[0].index, last, self._reads(shard))
 
     def cancel(self) -> None:
         """End the wait for rows: the reader was closed."""
@@ -490,9 +491,7 @@ class LiveBlocks(BlockSource):
     def _reads(self, shard: MemoryShard) -> Iterator[Read]:
         if not shard.record.tokens:
             return
-        selection, context, window, _ = self._options
-        streams = [(MemoryStream(self._stream.run.spec.data.worker_id, shard), shard.record)]
-        blocks = StoredBlocks(self._taps, streams, selection, context=context, window=window)
+        blocks = StoredBlocks(self._taps, [(shard, shard.record)], self._options)
         places = np.arange(shard.record.count)
         yield from blocks.reads(places, np.zeros_like(places), 1)
 
@@ -546,10 +545,10 @@ class ActivationStream(ShuffledReaders):
             raise UserError("streams", expected="a stored dataset", found=options.streams)
         return LiveBlocks(self, taps, options)
 
-    def _described(self, source: Any, taps: tuple[str, ...]) -> dict[str, Any]:  # noqa: ARG002
+    def _identify(self, source: Any) -> str:  # noqa: ARG002
         data = self.run.stream_identity.compared()
         text = f"{self.run.identity.fingerprint()} {sorted(data.items())}"
-        return {"dataset": hashlib.sha256(text.encode()).hexdigest()[:16], "taps": list(taps)}
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def compute(
         self, plan: ShufflePlan, first: int, taps: Sequence[str], begun: Callable[[Feed], None]

@@ -25,6 +25,7 @@ from spile.reading.inspection import (
     mean_cosine,
     row_distances,
     sampled_rows,
+    sampled_statistics,
     tap_widths,
 )
 from spile.reading.rows import RowBatch, SampleRef, ref_of
@@ -33,7 +34,7 @@ from spile.reading.scoring import score_run
 from spile.spec.sample import Prediction, Role
 from spile.store.predictions import read_predictions
 from spile.store.shard_reader import ShardReader
-from spile.store.statistics import TapAccumulator, TapStatistics, bin_edge
+from spile.store.statistics import TapStatistics, bin_edge
 from spile.version import __version__
 
 if TYPE_CHECKING:
@@ -118,17 +119,12 @@ def _about(viewer: Viewer, query: Query) -> _Answer:
 
 def _dataset(viewer: Viewer, query: Query) -> _Answer:
     dataset = viewer.root(query).dataset()
-    run, streams = dataset.run, dataset.streams
+    run = dataset.run
     return {
+        **dataset.summary(),
         "url": dataset.root.url,
-        "model": run.model,
         "dtype": run.dtype,
-        "store_dtype": run.store_dtype,
         "d_model": run.d_model,
-        "streams": len(streams),
-        "samples": len(dataset.samples),
-        "tokens": sum(stream.tokens for stream in streams),
-        "bytes": sum(file.size for stream in streams for file in stream.files),
         "taps": dataset.taps,
         "float_taps": [*tap_widths(dataset)],
         "keep": list(run.keep or ()),
@@ -291,21 +287,13 @@ def _token_count(widths: Mapping[str, int]) -> int:
 def _layers(viewer: Viewer, query: Query) -> _Answer:
     """Return the norms of every tap, from the commits, or from random rows if those have no statistics."""
     dataset = viewer.root(query).dataset()
-    taps = tap_widths(dataset)
-    known = {tap: known_stats(dataset, tap) for tap in taps}
-    missing = [tap for tap in taps if known[tap] is None]
-    sampled = _sampled_stats(sampled_rows(dataset, missing), missing) if missing else {}
-    rows = [_norms(tap, known[tap] or sampled[tap], complete=known[tap] is not None) for tap in taps]
+    known = {tap: known_stats(dataset, tap) for tap in tap_widths(dataset)}
+    missing = [tap for tap, stats in known.items() if stats is None]
+    batch = sampled_rows(dataset, missing) if missing else RowBatch(np.zeros((0, 0)))
+    rows = [
+        _norms(tap, stats or sampled_statistics(batch, tap), complete=stats is not None) for tap, stats in known.items()
+    ]
     return {"quantiles": _QUANTILES, "taps": rows}
-
-
-def _sampled_stats(batch: RowBatch, taps: Sequence[str]) -> dict[str, TapStatistics]:
-    found = {}
-    for tap in taps:
-        taken = TapAccumulator(batch.rows[tap].shape[1])
-        taken.add(batch.rows[tap], *(np.asarray(each) for each in (batch.tokens, batch.samples, batch.positions)))
-        found[tap] = taken.result()
-    return found
 
 
 def _norms(tap: str, stats: TapStatistics, *, complete: bool) -> _Answer:
