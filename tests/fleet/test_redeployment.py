@@ -160,7 +160,9 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "as before: --model embedded --max-seq-length 512 --stream-names tpu --layers 1 3 --workers-per-zone 2" in text
+    assert (
+        "as before: --model embedded --max-seq-length 512 --stream-names tpu --layers 1 3 --workers-per-zone 2" in text
+    )
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)

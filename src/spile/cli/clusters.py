@@ -6,19 +6,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import ExtractFlags, pairs
+from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
-from spile.launch.kubernetes import KubernetesJob, SecretKey, to_yaml
-from spile.launch.slurm import SlurmJob, to_script
+from spile.launch.kubernetes import KubernetesJob, KubernetesOptions, to_yaml
+from spile.launch.slurm import SlurmJob, SlurmOptions, to_script
 from spile.launch.supervisor import stream_tasks
 from spile.objects import is_remote
-from spile.planning.machines import parse_machine
+from spile.spec.options import pairs
 
-_CLUSTER = Group("The cluster", sort_key=0)
+_CLUSTER = Parameter(name="*", group=Group("The cluster", sort_key=0))
 
 
 @Parameter(name="*", group=Group("The job", sort_key=0))
@@ -73,76 +74,11 @@ class ClusterFlags:
         )
 
 
-_SAME = (
-    *("image", "namespace", "service_account", "gpus", "gpu_type", "spot", "queue", "disk_gb", "cache_claim"),
-    *("keep_hours", "privileged", "jobset"),
-)
-"""The flags whose values are fields of the job."""
-
-
-@Parameter(name="*", group=_CLUSTER)
-@dataclass(frozen=True)
-class KubernetesFlags:
-    """Names and options of the Kubernetes cluster."""
-
-    image: str
-    """The image that the cluster pulls. spile docker build builds it; push it to your registry."""
-    topology: str | None = None
-    """The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker."""
-    gpus: int = 0
-    """GPUs of each pod (nvidia.com/gpu)."""
-    gpu_type: str | None = None
-    """The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …"""
-    hosts_per_worker: int = 1
-    """Without --topology: pods that act as one worker."""
-    spot: bool = False
-    """Use spot machines of GKE."""
-    jobset: bool = False
-    """For many hosts: JobSets instead of a Service and Jobs."""
-    namespace: str | None = None
-    """The namespace. [default: kubectl's]"""
-    service_account: str | None = None
-    """The service account of the pods. It must be able to write to the bucket."""
-    secret: list[str] | None = None
-    """A variable from a secret, HF_TOKEN=huggingface/token."""
-    volume: list[str] | None = None
-    """A volume claim to mount, /data=my-claim."""
-    node_selector: list[str] | None = None
-    """A label that nodes must have, key=value."""
-    queue: str | None = None
-    """A LocalQueue of Kueue."""
-    disk_gb: int = 50
-    """Ephemeral storage that each pod requests, in GB."""
-    cache_claim: str | None = None
-    """A volume claim that keeps models between pods. [default: a folder of each pod]"""
-    pull_secret: list[str] | None = None
-    """A secret for pulling the image."""
-    toleration: list[str] | None = None
-    """A taint that pods tolerate: key=value:NoSchedule."""
-    keep_hours: int = 168
-    """Hours after which a finished job is deleted."""
-    privileged: bool = False
-    """Run TPU pods with all privileges, for GKE before 1.28."""
-
-    def described(self, flags: ExtractFlags, cluster: ClusterFlags) -> KubernetesJob:
-        """Return the job for Kubernetes."""
-        machine = None if self.topology is None else parse_machine(self.topology)
-        volumes = pairs("--volume", self.volume, "/path=claim")
-        hosts = machine.hosts if machine is not None else self.hosts_per_worker
-        return KubernetesJob(
-            job=cluster.job(flags, hosts=hosts, shared=tuple(volumes)),
-            machine=machine,
-            secrets=tuple(SecretKey.parse(text) for text in self.secret or ()),
-            volumes=volumes,
-            node_selector=pairs("--node-selector", self.node_selector, "key=value"),
-            pull_secrets=tuple(self.pull_secret or ()),
-            tolerations=tuple(self.toleration or ()),
-            **{name: getattr(self, name) for name in _SAME},
-        )
-
-
 def k8s_job(
-    *, kubernetes: KubernetesFlags, cluster: ClusterFlags = ClusterFlags(), flags: ExtractFlags = ExtractFlags()
+    *,
+    kubernetes: Annotated[KubernetesOptions, _CLUSTER],
+    cluster: ClusterFlags = ClusterFlags(),
+    flags: ExtractFlags = ExtractFlags(),
 ) -> int:
     """Print Kubernetes manifests for a run: spile k8s job … | kubectl apply -f -
 
@@ -150,36 +86,14 @@ def k8s_job(
     or JobSet of its own. Workers claim one stream after another, so their number may change during the run. Nothing is
     sent to the cluster; kubectl apply --dry-run=server checks the output.
     """
-    print(to_yaml(kubernetes.described(flags, cluster)), end="")
+    job = cluster.job(flags, hosts=kubernetes.hosts, shared=tuple(kubernetes.volumes))
+    print(to_yaml(KubernetesJob(**vars(kubernetes), job=job)), end="")
     return 0
-
-
-@Parameter(name="*", group=_CLUSTER)
-@dataclass(frozen=True)
-class SlurmFlags:
-    """Names and options of the Slurm cluster."""
-
-    partition: str | None = None
-    """The partition to run in."""
-    account: str | None = None
-    """The account to charge."""
-    time: str | None = None
-    """The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued."""
-    gpus: int = 0
-    """GPUs of each host."""
-    hosts_per_worker: int = 1
-    """Hosts that act as one worker."""
-    log_dir: str = "slurm-logs"
-    """The folder for the logs."""
-    setup: str | None = None
-    """A shell line that runs before the worker, such as module load or activate."""
-    sbatch: list[str] | None = None
-    """An additional option of sbatch: --sbatch=--constraint=a100."""
 
 
 def slurm_job(
     *,
-    slurm: SlurmFlags = SlurmFlags(),
+    slurm: Annotated[SlurmOptions, _CLUSTER] = SlurmOptions(),
     cluster: ClusterFlags = ClusterFlags(),
     flags: ExtractFlags = ExtractFlags(),
 ) -> int:
@@ -189,10 +103,6 @@ def slurm_job(
     their number may change during the run. A task that is preempted or runs out of time commits what it has and is
     requeued.
     """
-    described = SlurmJob(
-        job=cluster.job(flags, hosts=slurm.hosts_per_worker, shared=("/",)),
-        **{name: getattr(slurm, name) for name in ("partition", "account", "time", "gpus", "log_dir", "setup")},
-        options=tuple(slurm.sbatch or ()),
-    )
-    print(to_script(described), end="")
+    job = cluster.job(flags, hosts=slurm.hosts_per_worker, shared=("/",))
+    print(to_script(SlurmJob(**vars(slurm), job=job)), end="")
     return 0

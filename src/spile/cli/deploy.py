@@ -24,7 +24,6 @@ from spile.cli.flags import (
     confirm,
     given,
     log,
-    pairs,
     print_results,
 )
 from spile.errors import RunMismatch, SpecError
@@ -58,6 +57,7 @@ from spile.objects import is_remote, open_folder
 from spile.planning.cost import START_SECONDS, Estimate, Rates
 from spile.planning.machines import list_prices, parse_machine
 from spile.spec.amounts import counted, duration, size
+from spile.spec.options import pairs
 from spile.spec.run import RunSpec
 from spile.store.cleanup import clear_stream
 from spile.view.table import output

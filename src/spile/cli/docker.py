@@ -14,7 +14,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import HostFlags, log, pairs
+from spile.cli.flags import HostFlags, log
 from spile.errors import Failure, SpecError, UserError
 from spile.hosts.files import copy_to, load
 from spile.hosts.hosts import Host
@@ -29,6 +29,7 @@ from spile.launch.docker import (
     run_words,
     stop_script,
 )
+from spile.spec.options import pairs
 from spile.version import __version__
 from spile.view.hosts import results_folder, run_on_all
 

@@ -60,17 +60,6 @@ def stream_numbers(text: str | None) -> tuple[int, ...] | None:
     return None if text is None else parse_layers(text, "--streams")
 
 
-def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
-    """Parse ``NAME=value`` words. Errors never quote a value, which may be a secret."""
-    found = {}
-    for word in words or ():
-        name, equals, value = word.partition("=")
-        if not equals or not name or (flag == "--env" and not name.isidentifier()):
-            raise SpecError(flag, expected=expected, found=repr(name))
-        found[name] = value
-    return found
-
-
 GCS_PREFIX = "activations"
 """The folder of the dataset in a bucket that is given without a folder."""
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.flags import NEGATABLE, AsJson, HostFlags, log, pairs
+from spile.cli.flags import NEGATABLE, AsJson, HostFlags, log
 from spile.errors import Failure, SpecError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome
@@ -26,7 +26,7 @@ from spile.hosts.files import assemble, collect_from, copy_to, load
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Job
 from spile.objects import open_folder
-from spile.spec.options import at_least
+from spile.spec.options import at_least, pairs
 from spile.view.hosts import Logs, results_folder, run_on_all
 from spile.view.table import output as output_console
 

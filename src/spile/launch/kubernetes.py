@@ -18,7 +18,7 @@ a pod ends, and what its Job does then:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ import yaml
 
 from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, refuse_control_characters
-from spile.planning.machines import Machine
-from spile.spec.options import at_least
+from spile.planning.machines import Machine, parse_machine
+from spile.spec.options import at_least, pairs
 from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -80,37 +80,71 @@ class SecretKey:
 
 
 @dataclass(frozen=True)
-class KubernetesJob:
-    """The job with the options of the cluster."""
+class KubernetesOptions:
+    """Names and options of the cluster. They are the flags of ``spile k8s job``."""
 
-    job: ClusterJob
     image: str
-    namespace: str | None = None
-    service_account: str | None = None
-    machine: Machine | None = None
-    """A TPU slice on GKE."""
+    """The image that the cluster pulls. spile docker build builds it; push it to your registry."""
+    topology: str | None = None
+    """The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker."""
     gpus: int = 0
+    """GPUs of each pod (nvidia.com/gpu)."""
     gpu_type: str | None = None
-    """GKE's name, such as ``nvidia-l4``; on other clusters use ``node_selector``."""
+    """The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …"""
+    hosts_per_worker: int = 1
+    """Without --topology: pods that act as one worker."""
     spot: bool = False
-    secrets: tuple[SecretKey, ...] = ()
-    volumes: Mapping[str, str] = field(default_factory=dict)
-    """Persistent volume claims by mount path."""
-    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Use spot machines of GKE."""
+    jobset: bool = False
+    """For many hosts: JobSets instead of a Service and Jobs."""
+    namespace: str | None = None
+    """The namespace. [default: kubectl's]"""
+    service_account: str | None = None
+    """The service account of the pods. It must be able to write to the bucket."""
+    secret: list[str] | None = None
+    """A variable from a secret, HF_TOKEN=huggingface/token."""
+    volume: list[str] | None = None
+    """A volume claim to mount, /data=my-claim."""
+    node_selector: list[str] | None = None
+    """A label that nodes must have, key=value."""
     queue: str | None = None
     """A LocalQueue of Kueue."""
-    jobset: bool = False
     disk_gb: int = 50
-    """Ephemeral storage that each pod requests: models, compiled programs and shards in flight."""
+    """Ephemeral storage that each pod requests, in GB."""
     cache_claim: str | None = None
-    """A claim that keeps models between pods; None for a folder of each pod."""
-    pull_secrets: tuple[str, ...] = ()
-    tolerations: tuple[str, ...] = ()
-    """``key=value:NoSchedule``, or ``key:NoSchedule`` for any value."""
+    """A volume claim that keeps models between pods. [default: a folder of each pod]"""
+    pull_secret: list[str] | None = None
+    """A secret for pulling the image."""
+    toleration: list[str] | None = None
+    """A taint that pods tolerate: key=value:NoSchedule."""
     keep_hours: int = 168
     """Hours after which a finished job is deleted."""
     privileged: bool = False
-    """Run TPU pods with all privileges, as GKE before 1.28 needs it."""
+    """Run TPU pods with all privileges, for GKE before 1.28."""
+
+    @property
+    def machine(self) -> Machine | None:
+        """The TPU slice."""
+        return None if self.topology is None else parse_machine(self.topology)
+
+    @property
+    def hosts(self) -> int:
+        """The number of pods that act as one worker."""
+        return self.hosts_per_worker if self.machine is None else self.machine.hosts
+
+    @property
+    def secrets(self) -> list[SecretKey]:
+        return [SecretKey.parse(text) for text in self.secret or ()]
+
+    @property
+    def volumes(self) -> dict[str, str]:
+        """Persistent volume claims by mount path."""
+        return pairs("--volume", self.volume, "/path=claim")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels that nodes must have."""
+        return pairs("--node-selector", self.node_selector, "key=value")
 
     def __post_init__(self) -> None:
         if not self.image or " " in self.image:
@@ -118,18 +152,18 @@ class KubernetesJob:
         at_least("--gpus", self.gpus, 0)
         at_least("--disk-gb", self.disk_gb, 1)
         at_least("--keep-hours", self.keep_hours, 0)
-        if self.gpus and self.machine is not None:
+        if self.gpus and self.topology is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:
             raise SpecError("--gpu-type", expected="--gpus N as well", found="no --gpus")
-        if self.jobset and self.job.hosts == 1:
+        if self.jobset and self.hosts == 1:
             raise SpecError("--jobset", expected="a slice of many hosts", found="one host", fix="leave it out")
-        if self.privileged and self.machine is None:
+        if self.privileged and self.topology is None:
             raise SpecError("--privileged", expected="--topology as well", found="no TPUs", fix="leave it out")
         for path in self.volumes:
             if not path.startswith("/"):
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))
-        for text in self.tolerations:
+        for text in self.toleration or ():
             if not _TOLERATION.fullmatch(text):
                 raise SpecError("--toleration", expected="key=value:NoSchedule or key:NoSchedule", found=repr(text))
         self._check_names()
@@ -141,7 +175,7 @@ class KubernetesJob:
             ("--queue", self.queue),
             ("--cache-claim", self.cache_claim),
             *(("--volume", claim) for claim in self.volumes.values()),
-            *(("--pull-secret", name) for name in self.pull_secrets),
+            *(("--pull-secret", name) for name in self.pull_secret or ()),
         ]
         for flag, name in named:
             if name is not None and not _NAME.fullmatch(name):
@@ -149,9 +183,16 @@ class KubernetesJob:
                 raise SpecError(flag, expected=expected, found=repr(name))
         texts = [("--image", self.image), ("--gpu-type", self.gpu_type or "")]
         texts += [("--volume", path) for path in self.volumes]
-        texts += [("--node-selector", text) for pair in self.node_selector.items() for text in pair]
+        texts += [("--node-selector", text) for pair in self.labels.items() for text in pair]
         for flag, text in texts:
             refuse_control_characters(flag, text)
+
+
+@dataclass(frozen=True)
+class KubernetesJob(KubernetesOptions):
+    """The job with the options of the cluster."""
+
+    job: ClusterJob = field(kw_only=True)
 
 
 def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
@@ -333,8 +374,8 @@ def _template(job: KubernetesJob, words: list[str]) -> dict[str, Any]:
     spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": job.job.grace}
     if job.service_account is not None:
         spec["serviceAccountName"] = job.service_account
-    if job.pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
+    if job.pull_secret:
+        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secret]
     if selector := _selector(job):
         spec["nodeSelector"] = selector
     if tolerations := list(_tolerations(job)):
@@ -355,7 +396,7 @@ def _selector(job: KubernetesJob) -> dict[str, str]:
         found[f"{_GKE}/gke-accelerator"] = job.gpu_type
     if job.spot:
         found[f"{_GKE}/gke-spot"] = "true"
-    return {**found, **job.node_selector}
+    return {**found, **job.labels}
 
 
 def _tolerations(job: KubernetesJob) -> Iterator[dict[str, Any]]:
@@ -364,7 +405,7 @@ def _tolerations(job: KubernetesJob) -> Iterator[dict[str, Any]]:
     if job.machine is not None or job.gpus:
         resource = _TPU if job.machine is not None else _GPU
         yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
-    for text in job.tolerations:
+    for text in job.toleration or ():
         taint, _, effect = text.rpartition(":")
         key, _, value = taint.partition("=")
         equal = {"operator": "Exists"} if not value else {"operator": "Equal", "value": value}

@@ -30,20 +30,25 @@ _PAUSE = 10
 
 
 @dataclass(frozen=True)
-class SlurmJob:
-    """The job with the options of the cluster."""
+class SlurmOptions:
+    """Names and options of the cluster. They are the flags of ``spile slurm job``."""
 
-    job: ClusterJob
     partition: str | None = None
+    """The partition to run in."""
     account: str | None = None
+    """The account to charge."""
     time: str | None = None
+    """The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued."""
     gpus: int = 0
     """GPUs of each host."""
+    hosts_per_worker: int = 1
+    """Hosts that act as one worker."""
     log_dir: str = "slurm-logs"
+    """The folder for the logs."""
     setup: str | None = None
-    """A shell command that runs before the worker: ``module load …``, or a virtual environment."""
-    options: tuple[str, ...] = field(default=())
-    """Further options of sbatch, such as ``--constraint=a100``."""
+    """A shell line that runs before the worker, such as module load or activate."""
+    sbatch: list[str] | None = None
+    """An additional option of sbatch: --sbatch=--constraint=a100."""
 
     def __post_init__(self) -> None:
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
@@ -53,11 +58,18 @@ class SlurmJob:
         for flag, word in words:
             if word is not None and not re.fullmatch(r"\S+", word):
                 raise SpecError(flag, expected="a word without blanks", found=repr(word))
-        for option in self.options:
+        for option in self.sbatch or ():
             if not option.startswith("-"):
                 raise SpecError("--sbatch", expected="an option such as --constraint=a100", found=repr(option))
-        for flag, text in (*words, ("--setup", self.setup), *(("--sbatch", option) for option in self.options)):
+        for flag, text in (*words, ("--setup", self.setup), *(("--sbatch", option) for option in (self.sbatch or ()))):
             refuse_control_characters(flag, text or "")
+
+
+@dataclass(frozen=True)
+class SlurmJob(SlurmOptions):
+    """The job with the options of the cluster."""
+
+    job: ClusterJob = field(kw_only=True)
 
 
 def to_script(slurm: SlurmJob) -> str:
@@ -135,7 +147,7 @@ def _options(slurm: SlurmJob) -> list[str]:
         ("mem", None if job.memory_gb is None else f"{job.memory_gb}G"),
     ):
         found += [] if value is None else [f"--{name}={value}"]
-    return [*found, *slurm.options]
+    return [*found, *(slurm.sbatch or ())]
 
 
 def _worker(slurm: SlurmJob) -> str:

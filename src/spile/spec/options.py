@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -58,6 +58,17 @@ def option(group: Group, value: Any, text: str, **more: Any) -> Any:
 def names(text: str) -> tuple[str, ...]:
     """Split names at commas and spaces."""
     return tuple(text.replace(",", " ").split())
+
+
+def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
+    """Parse ``NAME=value`` words. Errors never quote a value, which may be a secret."""
+    found = {}
+    for word in words or ():
+        name, equals, value = word.partition("=")
+        if not equals or not name or (flag == "--env" and not name.isidentifier()):
+            raise SpecError(flag, expected=expected, found=repr(name))
+        found[name] = value
+    return found
 
 
 def check_options(spec: Any) -> None:

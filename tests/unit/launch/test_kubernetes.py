@@ -22,9 +22,8 @@ from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
-from spile.launch.kubernetes import INDEX, KubernetesJob, SecretKey, manifests, to_yaml
+from spile.launch.kubernetes import INDEX, KubernetesJob, manifests, to_yaml
 from spile.objects import open_folder
-from spile.planning.machines import parse_machine
 from spile.store.claims import ClaimReader
 from spile.store.quarantine import Supervision
 from spile.store.verification import verify
@@ -38,18 +37,22 @@ def job(workers: int = 3, hosts: int = 1, **more: Any) -> ClusterJob:
     return ClusterJob("run", WORDS, workers, "gs://b/out", hosts=hosts, **more)
 
 
+def on_cluster(run: ClusterJob, image: str = "spile:1", **options: Any) -> KubernetesJob:
+    return KubernetesJob(image, **options, job=run)
+
+
 CASES = {
-    "plain": KubernetesJob(job(), "spile:1"),
-    "tpu": KubernetesJob(job(2), "spile:1", machine=parse_machine("v5e-8"), spot=True, queue="q"),
-    "gpu": KubernetesJob(job(cpus=8, memory_gb=64), "spile:1", gpus=1, gpu_type="nvidia-l4", spot=True),
-    "any-gpu": KubernetesJob(job(), "spile:1", gpus=8, node_selector={"gpu": "a100"}, volumes={"/data": "claim"}),
-    "secret": KubernetesJob(job(env={"A": "b"}), "spile:1", "ns", "me", secrets=(SecretKey("HF_TOKEN", "hf", "t"),)),
-    "slice": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64")),
-    "jobset": KubernetesJob(job(2, 16), "spile:1", machine=parse_machine("v5e-64"), jobset=True),
-    "gpu-hosts": KubernetesJob(job(2, 4), "spile:1", gpus=8),
-    "cache": KubernetesJob(job(1, 2), "spile:1", gpus=8, cache_claim="models", pull_secrets=("hub",)),
-    "old-gke": KubernetesJob(job(), "spile:1", machine=parse_machine("v5e-8"), privileged=True),
-    "tolerant": KubernetesJob(job(), "spile:1", tolerations=("team=ml:NoSchedule", "slow:NoExecute"), disk_gb=7),
+    "plain": on_cluster(job()),
+    "tpu": on_cluster(job(2), topology="v5e-8", spot=True, queue="q"),
+    "gpu": on_cluster(job(cpus=8, memory_gb=64), gpus=1, gpu_type="nvidia-l4", spot=True),
+    "any-gpu": on_cluster(job(), gpus=8, node_selector=["gpu=a100"], volume=["/data=claim"]),
+    "secret": on_cluster(job(env={"A": "b"}), namespace="ns", service_account="me", secret=["HF_TOKEN=hf/t"]),
+    "slice": on_cluster(job(2, 16), topology="v5e-64"),
+    "jobset": on_cluster(job(2, 16), topology="v5e-64", jobset=True),
+    "gpu-hosts": on_cluster(job(2, 4), gpus=8, hosts_per_worker=4),
+    "cache": on_cluster(job(1, 2), gpus=8, cache_claim="models", pull_secret=["hub"], hosts_per_worker=2),
+    "old-gke": on_cluster(job(), topology="v5e-8", privileged=True),
+    "tolerant": on_cluster(job(), toleration=["team=ml:NoSchedule", "slow:NoExecute"], disk_gb=7),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
@@ -148,7 +151,7 @@ def test_the_same_flags_give_the_same_bytes(case: str) -> None:
 
 @given(st.integers(1, 20), st.sampled_from([1, 2, 16]), st.booleans())
 def test_any_size_obeys(workers: int, hosts: int, jobset: bool) -> None:
-    described = KubernetesJob(job(workers, hosts), "i", gpus=1, jobset=jobset and hosts > 1)
+    described = on_cluster(job(workers, hosts), gpus=1, hosts_per_worker=hosts, jobset=jobset and hosts > 1)
     for each in jobs(described):
         obey(each)
 
@@ -286,7 +289,7 @@ def test_pods_ask_for_what_they_need(case: str) -> None:
             assert names[mounts["/cache"]]["persistentVolumeClaim"] == {"claimName": described.cache_claim}
         env = {variable["name"]: variable.get("value") for variable in container["env"]}
         assert env["XDG_CACHE_HOME"] == "/cache"
-        assert pod.get("imagePullSecrets", []) == [{"name": name} for name in described.pull_secrets]
+        assert pod.get("imagePullSecrets", []) == [{"name": name} for name in described.pull_secret or ()]
     for each in manifests(described):
         assert each["kind"] == "Service" or each["spec"]["ttlSecondsAfterFinished"] == 168 * 3600
 
@@ -316,7 +319,7 @@ def test_no_text_of_the_user_is_expanded() -> None:
     hostile = "gs://b/$(HF_TOKEN)/$$(HF_TOKEN)/$x$"
     words = (*WORDS[:-1], hostile)
     run = ClusterJob("run", words, 1, "gs://b/out", env={"A": hostile})
-    for described in (KubernetesJob(run, "i"), KubernetesJob(replace(run, hosts=2), "i")):
+    for described in (on_cluster(run), on_cluster(replace(run, hosts=2))):
         (each,) = jobs(described)
         (container,) = each["spec"]["template"]["spec"]["containers"]
         command = [expanded(word, {"HF_TOKEN": "secret", INDEX: "7"}) for word in container["command"]]
@@ -332,9 +335,9 @@ def test_control_characters_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="control character"):
         ClusterJob("run", WORDS, 1, text)
     with pytest.raises(SpecError, match=r"--image contains the control character"):
-        KubernetesJob(job(), f"spile{text.replace(' ', '')}")
+        on_cluster(job(), f"spile{text.replace(' ', '')}")
     with pytest.raises(SpecError, match=r"--node-selector contains the control character"):
-        KubernetesJob(job(), "spile:1", node_selector={"a": text})
+        on_cluster(job(), node_selector=[f"a={text}"])
 
 
 def test_a_jobset_fails_for_a_mistake_and_restarts_for_an_error() -> None:

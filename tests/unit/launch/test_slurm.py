@@ -17,11 +17,11 @@ from spile.launch.slurm import SlurmJob, to_script
 
 def job(hosts: int = 1, **more: object) -> SlurmJob:
     words = ("spile", "worker", "--spec", "a spec", "--claim")
-    return SlurmJob(ClusterJob("run", words, 4, "gs://b/out", hosts=hosts), **more)  # type: ignore[arg-type]
+    return SlurmJob(**more, job=ClusterJob("run", words, 4, "gs://b/out", hosts=hosts))  # type: ignore[arg-type]
 
 
 def test_the_header_says_how_many_and_which() -> None:
-    lines = to_script(job(partition="tpu", time="1-00:00:00", gpus=2, options=("--constraint=a100",))).splitlines()
+    lines = to_script(job(partition="tpu", time="1-00:00:00", gpus=2, sbatch=["--constraint=a100"])).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert "--array=0-3" in options
     assert {"--partition=tpu", "--time=1-00:00:00", "--gpus-per-node=2", "--constraint=a100"} <= set(options)
@@ -51,12 +51,12 @@ def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
     with pytest.raises(SpecError, match=r"--setup contains"):
         job(setup=text)
     with pytest.raises(SpecError, match=r"--sbatch contains"):
-        job(options=(f"--comment={text}",))
+        job(sbatch=[f"--comment={text}"])
 
 
 def test_what_a_shell_would_expand_is_quoted() -> None:
     words = ("spile", "extract", "--output", "/o/$(reboot)`id`")
-    script = to_script(SlurmJob(ClusterJob("run", words, 1, "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
+    script = to_script(SlurmJob(job=ClusterJob("run", words, 1, "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
     assert "# 1 workers, which claim streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in script
     assert "export A='$HOME;id'" in script
     inner = shlex.split(next(line for line in script.splitlines() if "srun" in line).removesuffix(" &"))[-1]
@@ -67,7 +67,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SpecError, match="--time: expected D-HH:MM:SS"):
         job(time="tomorrow")
     with pytest.raises(SpecError, match="--sbatch: expected an option"):
-        job(options=("constraint",))
+        job(sbatch=["constraint"])
     with pytest.raises(SpecError, match="--gpus: expected 0 or more, found -2"):
         job(gpus=-2)
     with pytest.raises(SpecError, match="--log-dir: expected a word without blanks, found 'my logs'"):
