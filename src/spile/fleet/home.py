@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
-from typing import get_args
 
 from spile.errors import CloudError, Damaged, SpecError, SpileError, UserError, untrusted
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
@@ -39,7 +38,7 @@ from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound, Removal, get_if_present
 from spile.objects.machine import ask_metadata, google_metadata_url
 from spile.spec.phase import Phase
-from spile.spec.records import typed_fields
+from spile.spec.records import read_record
 
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
@@ -119,11 +118,7 @@ class WorkerReport:
     def from_json(cls, data: bytes) -> WorkerReport:
         """Parse a report. Fields that only a newer version knows are ignored."""
         with untrusted(Damaged, "the worker's report cannot be read"):
-            known = typed_fields(cls, json.loads(data))
-            verdict = known.get("verdict", "")
-            if verdict not in get_args(Verdict):
-                raise ValueError(f"verdict {verdict!r}")
-            return cls(**{**known, "phase": Phase.read(known.get("phase"))})
+            return read_record(cls, json.loads(data))
 
 
 class FleetHome:
@@ -197,7 +192,7 @@ class FleetHome:
         if data is None:
             return None
         with untrusted(Damaged, f"{self.folder.url}/{key} is not an order", fix="remove it"):
-            order = _Order(**typed_fields(_Order, json.loads(data)))
+            order = read_record(_Order, json.loads(data))
         return order if order.deployment == fleet.deployment else None
 
     def _put_order(self, name: str, fleet: FleetSpec, dollars: float | None = None) -> None:
@@ -388,7 +383,7 @@ class Lease:
                 continue
             with untrusted(Damaged, f"{self._folder.url}/{key} is not a lease", fix="remove it"):
                 found = json.loads(data)
-                return Holder(**typed_fields(Holder, {**found, "owner": found["who"], "number": number}))
+                return read_record(Holder, {**found, "owner": found["who"], "number": number})
         return None
 
 

@@ -16,7 +16,7 @@ from spile.fleet.provider import Node, NodeRequest, Operation
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.options import at_least
 from spile.spec.phase import Phase
-from spile.spec.records import typed_fields
+from spile.spec.records import read_record
 
 FLEET_LABEL = "spile-fleet"
 """The label with the fleet's name. Only machines that carry it are ever changed or deleted."""
@@ -207,15 +207,7 @@ class FleetSpec:
             raw: dict[str, Any] = json.loads(data)
             if raw.get("format") != 1:
                 raise SpecError(place, expected="format 1", fix="use the version of spile that wrote it")
-            known = typed_fields(cls, raw)
-            known.update(
-                workers=tuple(Worker(**typed_fields(Worker, worker)) for worker in raw["workers"]),
-                machine=NodeRequest(**typed_fields(NodeRequest, raw["machine"])),
-                policy=Policy(**typed_fields(Policy, raw["policy"])),
-                run=dict(raw.get("run", {})),
-                flags=dict(raw.get("flags", {})),
-            )
-            return cls(**known)
+            return read_record(cls, raw)
 
 
 def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str = "tpu") -> tuple[Worker, ...]:
@@ -424,17 +416,4 @@ class History:
     def from_json(cls, data: bytes) -> History:
         """Parse a stored history. Fields that only a newer version knows are ignored."""
         with untrusted(Damaged, "the fleet's history cannot be read", fix="remove the last of its history/*.json"):
-            raw: dict[str, Any] = orjson.loads(data)
-            known = typed_fields(cls, raw)
-            known.update(
-                workers={int(number): _worker(value) for number, value in raw["workers"].items()},
-                blocks={zone: ZoneBlock(**typed_fields(ZoneBlock, block)) for zone, block in raw["blocks"].items()},
-                bills={uid: Bill(**typed_fields(Bill, bill)) for uid, bill in raw["bills"].items()},
-            )
-            return cls(**known)
-
-
-def _worker(value: Mapping[str, Any]) -> WorkerHistory:
-    known = typed_fields(WorkerHistory, value)
-    pending = known.get("pending")
-    return WorkerHistory(**{**known, "pending": Pending(**typed_fields(Pending, pending)) if pending else None})
+            return read_record(cls, orjson.loads(data))

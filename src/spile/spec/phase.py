@@ -40,9 +40,9 @@ class Phase(enum.StrEnum):
     """The worker ended with an error."""
 
     @classmethod
-    def read(cls, text: object) -> Phase:
-        """Return the phase with this text, or UNKNOWN, so that records of newer versions can be read."""
-        return next((phase for phase in cls if phase.value == text), cls.UNKNOWN)
+    def _missing_(cls, _: object) -> Phase:
+        """Return UNKNOWN for any other text, so that records of newer versions can be read."""
+        return cls.UNKNOWN
 
     @property
     def ended(self) -> bool:

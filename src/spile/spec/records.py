@@ -3,61 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import cache
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+Record = TypeVar("Record")
 
 
 def known_fields(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that the dataclass has; fields that a newer version added are left out."""
-    return {name: found[name] for name in _names(cls) if name in found}
+    return {each.name: found[each.name] for each in fields(cls) if each.name in found}
 
 
-def typed_fields(cls: type, found: object) -> dict[str, Any]:
-    """Return the known fields of an untrusted record; raise TypeError if a plain field has the wrong type.
+def read_record(cls: type[Record], found: object) -> Record:
+    """Return a dataclass, with the dataclasses inside of it, from untrusted JSON.
 
-    Numbers must be finite, and lists become tuples. The caller must check the fields that are not plain.
+    Fields that a newer version added are left out. Numbers must be finite, and lists become tuples.
+
+    Raises:
+        TypeError, ValueError: A field is missing or has the wrong type.
     """
     if not isinstance(found, dict):
         raise TypeError(f"expected a JSON object, found {type(found).__name__}")
-    known = known_fields(cls, found)
-    for name, kind, checks in _plain(cls):
-        if name not in known:
-            continue
-        value = known[name]
-        if not any(check(value) for check in checks):
-            raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")
-        known[name] = tuple(value) if isinstance(value, list) else value
-    return known
+    kinds = _kinds(cast("type", cls))
+    return cls(**{name: _read(kinds[name], value, name) for name, value in found.items() if name in kinds})
 
 
 @cache  # A monitor reads the same kinds of records again and again.
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(cls))
+def _kinds(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {each.name: hints[each.name] for each in fields(cls)}
 
 
-@cache
-def _plain(cls: type) -> tuple[tuple[str, str, tuple[Callable[[object], bool], ...]], ...]:
-    """Return the name, the type and the type checks of each plain field."""
-    kinds = {each.name: str(each.type).split(" | ") for each in fields(cls)}
-    return tuple(
-        (name, " | ".join(each), tuple(_PLAIN[kind] for kind in each))
-        for name, each in kinds.items()
-        if all(kind in _PLAIN for kind in each)
-    )
+def _read(kind: Any, value: Any, name: str) -> Any:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _read(parts[0], value, name)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return read_record(kind, value)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read(parts[0], each, name) for each in value)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {parts[0](key): _read(parts[1], each, name) for key, each in value.items()}
+    if kind is Any or (origin is Literal and value in parts) or _is_plain(kind, value):
+        return value
+    raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18 and math.isfinite(value)
-
-
-_PLAIN: Mapping[str, Callable[[object], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "bool": lambda value: isinstance(value, bool),
-    "int": lambda value: _number(value) and isinstance(value, int),
-    "float": _number,
-    "None": lambda value: value is None,
-    "tuple[str, ...]": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
-    "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
-}
+def _is_plain(kind: type, value: Any) -> bool:
+    if kind not in (int, float):
+        return kind in (str, bool) and isinstance(value, kind)
+    number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return number and abs(value) < 1e18 and math.isfinite(value)

@@ -17,7 +17,7 @@ from typing import Any
 from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
 from spile.spec.phase import Phase
-from spile.spec.records import typed_fields
+from spile.spec.records import read_record
 from spile.store.layout import PROGRESS
 from spile.store.ledger import iso_time, parse_time
 from spile.version import __version__
@@ -74,10 +74,9 @@ class Beat(Reading):
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Beat:
         """Return the heartbeat that :meth:`to_json` described; raise any exception if a field is malformed."""
-        known = typed_fields(cls, found)
-        if any(known[name] < 0 for name in _COUNTS) or (known["expected"] or 0) < 0:
+        beat = read_record(cls, found)
+        if any(getattr(beat, name) < 0 for name in _COUNTS) or (beat.expected or 0) < 0:
             raise ValueError("a negative count")
-        beat = cls(**{**known, "phase": Phase.read(known["phase"])})
         beat.age(0.0), beat.idle(0.0)  # These raise if a time is malformed.
         return beat
 

@@ -17,12 +17,12 @@ _BEAT: dict[str, Any] = {
 
 def test_a_phase_is_its_own_json() -> None:
     assert json.loads(json.dumps({"phase": Phase.COMPILING})) == {"phase": "compiling"}
-    assert all(Phase.read(phase.value) is phase for phase in Phase)
+    assert all(Phase(phase.value) is phase for phase in Phase)
 
 
 @pytest.mark.parametrize("found", ["evaluating", None, 7, ["running"]])
 def test_a_word_that_only_a_newer_version_knows_is_no_error(found: object) -> None:
-    assert Phase.read(found) is Phase.UNKNOWN
+    assert Phase(found) is Phase.UNKNOWN
     assert Beat.from_json({**_BEAT, "phase": found}).phase is Phase.UNKNOWN
 
 
