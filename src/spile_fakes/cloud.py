@@ -163,7 +163,6 @@ class Cloud:
             raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in region {region}.")
 
     def _new_node(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a node that is being created."""
         number = next(self._numbers)
         raw = copy.deepcopy(body)
         raw.setdefault("networkConfig", {}).setdefault("network", f"{_PROJECT}/global/networks/default")

@@ -159,7 +159,6 @@ class Vms:
         return {mark: count for mark, count in counts.items() if count}
 
     def close(self) -> None:
-        """End all machines."""
         with self._lock:
             marks = list(self._children)
         for mark in marks:

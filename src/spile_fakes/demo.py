@@ -57,7 +57,6 @@ class Demo:
         }
 
     def step(self, text: str) -> None:
-        """Print a heading."""
         print(f"\n[{time.monotonic() - self.began:4.0f} s] {text}", flush=True)
 
     def spile(self, *words: str) -> None:
@@ -90,7 +89,6 @@ class Demo:
         return [sys.executable, "-m", "spile.cli.main", *words]
 
     def deploy(self, workers_per_zone: int, *more: str) -> None:
-        """Run ``spile deploy``."""
         self.spile(
             "deploy", "--model", "embedded", "--dataset", "embedded", "--gcs-bucket", _BUCKET, "--fleet", _FLEET,
             "--zones", ",".join(_ZONES), "--workers-per-zone", str(workers_per_zone), "--num-streams",
@@ -98,7 +96,6 @@ class Demo:
         )  # fmt: skip
 
     def commits(self) -> int:
-        """Return the number of commits in the bucket."""
         return sum("/commits/" in key for key in self.gcs.buckets.buckets[_BUCKET].objects)
 
     def wait_for_commits(self, count: int, monitor: subprocess.Popen[str]) -> None:
@@ -121,7 +118,6 @@ class Demo:
         raise SystemExit("no machine was there to preempt")
 
     def run(self) -> None:
-        """Run all steps of the demo."""
         self.step(f"Deploy: {self.streams} streams, two workers in two zones")
         self.deploy(1, "--create-tpus")
         self.step("Monitor: watch the fleet, and replace machines that are lost")

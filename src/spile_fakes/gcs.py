@@ -94,7 +94,6 @@ class Buckets:
         self._ids = itertools.count(1)
 
     def store(self, bucket: str, key: str, *pieces: bytes, content_type: str = "") -> Stored:
-        """Create or replace an object."""
         content_type, checksum = content_type or "application/octet-stream", crc32c_base64(*pieces)
         with self.lock:
             home = self.buckets[bucket]
@@ -198,7 +197,6 @@ def _when(seconds: float) -> str:
 
 
 def read_headers(stored: Stored) -> dict[str, str]:
-    """Return the headers of a reply with an object's bytes."""
     return {
         "Content-Type": stored.content_type,
         "ETag": stored.etag,

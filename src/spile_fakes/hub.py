@@ -40,7 +40,6 @@ class Uploads:
         self.refuse: int | None = None
 
     def entry(self, path: Path) -> dict[str, Any]:
-        """Return what the hub tells about a file."""
         name = path.relative_to(self.folder).as_posix()
         data = path.read_bytes()
         found = {"type": "file", "path": name, "size": len(data), "oid": git_oid(data)}
@@ -131,11 +130,9 @@ class DatasetHub:
         }
 
     def paths(self) -> list[Path]:
-        """Return the files of the dataset."""
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
 
     def entry(self, path: Path) -> dict[str, object]:
-        """Return what the hub tells about a file."""
         if self.uploads is not None:
             return self.uploads.entry(path)
         name = path.relative_to(self.folder).as_posix()

@@ -72,7 +72,6 @@ class Faults:
         self.extend([Fault(kind, **options)])  # type: ignore[arg-type]
 
     def extend(self, rules: list[Fault]) -> None:
-        """Add rules after the existing ones."""
         with self._lock:
             self.rules.extend(rules)
 

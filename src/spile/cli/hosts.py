@@ -18,7 +18,7 @@ from spile.errors import Failure, SpecError, UserError
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome
 from spile.fleet.install import install_on
-from spile.fleet.logs import LOG_FILES, NO_LOG, UNIT, find_machine, last_words, read_log, tail_command
+from spile.fleet.logs import LOG_FILES, NO_LOG, UNIT, find_machine, last_heartbeat, read_log, tail_command
 from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
 from spile.hosts import run as fanout
@@ -206,7 +206,7 @@ def _print_last_lines(worker: str, node: Node | None, reason: str, output: str |
             found=reason,
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
-    beat = last_words(open_folder(output), worker, node)
+    beat = last_heartbeat(open_folder(output), worker, node)
     log(f"{reason}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:")
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
         log(line)

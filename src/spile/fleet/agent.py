@@ -103,7 +103,7 @@ class Agent:
         self._report = WorkerReport(self._name(), fleet.deployment, version=__version__)
         history, launches = AttemptHistory(), LaunchCounter()
         while True:
-            self._tell(phase=Phase.STARTING, launches=self._report.launches + 1)
+            self._write_report(phase=Phase.STARTING, launches=self._report.launches + 1)
             began = time.monotonic()
             code, tail, why = self._work(fleet, worker, launches)
             launches.ended(code)
@@ -117,7 +117,7 @@ class Agent:
             if decision.action is not RestartAction.RESTART:
                 return self._end(fleet, _VERDICTS[decision.action])
             print(f"spile agent: the worker ended ({decision.reason}); starting it again", flush=True)
-            self._tell(phase=Phase.STARTING)
+            self._write_report(phase=Phase.STARTING)
             ended = self._wait(fleet, decision.pause)
             if ended is not None:
                 return ended
@@ -126,7 +126,7 @@ class Agent:
         """Report how the worker ended, delete the machine if its work is over, else wait for a corrected deployment."""
         done = verdict in ("finished", "stopped")
         phase = {"finished": Phase.DONE, "stopped": Phase.STOPPED}.get(verdict, Phase.FAILED)
-        self._tell(phase=phase, verdict=verdict, error=why or self._report.error)
+        self._write_report(phase=phase, verdict=verdict, error=why or self._report.error)
         if done:
             self._delete_machine(fleet, why or "the work is finished")
         if not self.stay:
@@ -171,7 +171,7 @@ class Agent:
 
     def _reason_to_stop(self, fleet: FleetSpec) -> str:
         """Return why the work has to end now: a stop order, or a spent budget."""
-        self._tell()
+        self._write_report()
         policy = self.home.ordered(fleet).policy
         if policy.stop or policy.budget is None:
             return policy.stop
@@ -191,7 +191,7 @@ class Agent:
             expected=f"one of {', '.join(worker.name for worker in fleet.workers[:8])}",
         )
 
-    def _tell(self, **changes: object) -> None:
+    def _write_report(self, **changes: object) -> None:
         """Write the report. ``updated`` moves only with a change: a live agent must not hide a hung worker."""
         cost = self._dollars_before + (time.time() - self._began) / 3600 * self._price
         moved = {"updated": time.time()} if changes else {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.data.convert import RowSelection
-from spile.data.manifest import MANIFEST, STREAM, StreamsManifest, read_manifest, stream_name, upload
+from spile.data.manifest import STREAM, StreamsManifest, read_manifest, stream_name, upload
 from spile.data.sources import RowRange
 from spile.data.split import make_streams
 from spile.data.stream import lines_needed
@@ -72,7 +72,7 @@ class StreamsPlan:
 
     @property
     def count(self) -> int:
-        return len(self.manifest.streams) if self.manifest is not None else _count(self.url, self.local)
+        return len(self.manifest.streams) if self.manifest is not None else _count(str(self.local or self.url))
 
     def check(self, workers: int) -> None:
         """Raise if there are more workers than streams, because some would have nothing to do."""
@@ -115,8 +115,7 @@ def local_streams(folder: Path, below: str) -> StreamsPlan:
     """Return the plan for a local folder of streams; its folder below ``below`` is named after its content."""
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
-    file = folder / MANIFEST
-    manifest = StreamsManifest.from_json(file.read_bytes(), str(file)) if file.is_file() else None
+    manifest = read_manifest(open_folder(str(folder)))
     name = manifest.digest() if manifest is not None else _digest(folder)
     return StreamsPlan(place_of(below, name), manifest, folder)
 
@@ -196,10 +195,9 @@ def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: 
         replace(made, url=url).put(log)
 
 
-def _count(url: str, local: Path | None) -> int:
+def _count(url: str) -> int:
     """Return the number of streams, counted from 0 without a gap, if no ``streams.json`` says it."""
-    listed = [path.name for path in local.iterdir()] if local is not None else [i.key for i in open_folder(url).list()]
-    numbers = {int(found[1]) for name in listed if (found := STREAM.fullmatch(name))}
+    numbers = {int(found[1]) for info in open_folder(url).list() if (found := STREAM.fullmatch(info.key))}
     return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
 

@@ -99,7 +99,7 @@ def find_machine(nodes: Iterable[Node], worker: str, fleet: str | None) -> Node 
     return found[0] if found else None
 
 
-def last_words(root: Folder, worker: str, node: Node | None) -> Beat:
+def last_heartbeat(root: Folder, worker: str, node: Node | None) -> Beat:
     """Return the heartbeat of the stream that the worker claimed last; it contains the last lines of its log.
 
     Without claims, the number of a worker is that of its stream, and its name that of its host.

@@ -222,19 +222,17 @@ def pulses_of(
     found = {}
     for worker in fleet.workers:
         report, view = reports.get(worker.name), views.get(worker.name)
-        if report is not None and report.deployment not in ("", fleet.deployment):
-            report = None
-        beats, steps = [], []
-        if report is not None:
-            beats.append((report.updated, report.phase))
-            steps.append(report.updated)
+        if report is None or report.deployment not in ("", fleet.deployment):
+            report = WorkerReport(worker.name)
+        beats = [(report.updated, report.phase)] if report.updated else []
+        steps = [moment for moment, _ in beats]
         if view is not None and view.age is not None:
             beats.append((snapshot.taken - view.age, view.phase))
             steps.append(snapshot.taken - (view.age if view.idle is None else view.idle))
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
-        verdict, reported, error = (report.verdict, report.updated, report.error) if report else ("", 0.0, "")
-        error = error or (view.last_error or "" if view else "")
-        found[worker.id] = Pulse(beat, phase, verdict, reported, error, max(steps, default=None), crash_loop(report))
+        error = report.error or (view and view.last_error) or ""
+        progress = max(steps, default=None)
+        found[worker.id] = Pulse(beat, phase, report.verdict, report.updated, error, progress, crash_loop(report))
     return found
 
 
@@ -527,7 +525,6 @@ def _note(case: WorkerCase, node: Node | None) -> str:
 
 
 def _refusal(observed: Observed) -> UserError | None:
-    """Return the error if the cloud refuses every request."""
     refused = [error for error in observed.unanswered.values() if isinstance(error, UserError)]
     return refused[0] if refused and len(refused) == len(observed.unanswered) and not observed.nodes else None
 

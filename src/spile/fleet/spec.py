@@ -31,7 +31,6 @@ _RUNTIMES = {
 
 
 def default_runtime(machine: Machine) -> str:
-    """Return the software version for a machine type."""
     return _RUNTIMES.get(machine.generation, "tpu-ubuntu2204-base")
 
 
