@@ -21,7 +21,8 @@ def known_fields(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
 def read_record(cls: type[Record], found: object) -> Record:
     """Return a dataclass, with the dataclasses inside of it, from untrusted JSON.
 
-    Fields that a newer version added are left out. Numbers must be finite, and lists become tuples.
+    Fields that a newer version added are left out. Numbers must be finite, and lists become tuples. A value that has
+    the type of its field is kept, so a caller can convert the fields that are not plain.
 
     Raises:
         TypeError, ValueError: A field is missing or has the wrong type.
@@ -55,8 +56,8 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     raise TypeError(f"{name}: expected {kind}, found {type(value).__name__}")
 
 
-def _is_plain(kind: type, value: Any) -> bool:
+def _is_plain(kind: Any, value: Any) -> bool:
     if kind not in (int, float):
-        return kind in (str, bool) and isinstance(value, kind)
+        return isinstance(kind, type) and isinstance(value, kind)
     number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     return number and abs(value) < 1e18 and math.isfinite(value)

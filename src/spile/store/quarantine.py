@@ -24,7 +24,7 @@ from typing import Any
 
 from spile.objects.folder import Folder
 from spile.spec.ranges import Ranges
-from spile.spec.records import typed_fields
+from spile.spec.records import read_record
 from spile.store.layout import SUSPECTS
 
 VARIABLE = "SPILE_SUPERVISOR"
@@ -217,11 +217,8 @@ def read_trials(folder: Folder) -> Trials | None:
     """Read ``suspects.json``; return None if there is none, or if it cannot be read: it only guides the search."""
     try:
         found = json.loads(folder.get(SUSPECTS))
-        groups = tuple(
-            Suspects(**{**typed_fields(Suspects, each), "samples": _ranges(each["samples"])})
-            for each in found["groups"]
-        )
-        return Trials(**{**typed_fields(Trials, found), "groups": groups, "trial": _ranges(found["trial"])})
+        groups = [{**each, "samples": _ranges(each["samples"])} for each in found["groups"]]
+        return read_record(Trials, {**found, "groups": groups, "trial": _ranges(found["trial"])})
     except Exception:  # noqa: BLE001 - a forged record can raise anything, and the search can begin again without it
         return None
 
