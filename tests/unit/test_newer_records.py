@@ -25,7 +25,7 @@ from world import produce, run_identity, stream_identity
 SAMPLES = 12
 
 
-_TABLES = ("environment", "hashes", "labels", "metadata", "run", "workers", "blocks", "bills")
+_TABLES = ("environment", "flags", "hashes", "labels", "metadata", "run", "workers", "blocks", "bills")
 """Objects whose keys are no fields."""
 
 
