@@ -106,12 +106,8 @@ def clear_folder(folder: Folder) -> None:
     names = {info.key for info in folder.list()}
     merged, suspects = sorted(names & {PREDICTIONS, SUBMISSION}), sorted(names & {SUSPECTS})
     if not removal.in_order([METADATA, *merged]):
-        raise StoreError(
-            f"{folder.url} cannot be started again",
-            expected="a stream without an active worker",
-            found="a worker that has just committed",
-            fix="stop it, then run the same command again",
-        )
+        busy = f"{folder.url} cannot be started again: a worker has just committed to it"
+        raise StoreError(busy, fix="stop the worker, then run the same command again")
     removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
     removal.in_parallel(info.key for info in folder.list() if is_data(info.key))
     removal.in_order([PROGRESS, *suspects, STREAM])

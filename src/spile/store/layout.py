@@ -116,12 +116,8 @@ def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int,
             continue
         files = found.setdefault(number, StreamFiles(folder))
         if files.folder != folder:
-            raise Damaged(
-                f"stream {number} of {root.url} has two folders",
-                expected=f"{files.folder} or {folder}",
-                found="both",
-                fix="move the one that does not belong to this run out of the dataset",
-            )
+            both = f"stream {number} of {root.url} has two folders: {files.folder} and {folder}"
+            raise Damaged(both, fix="move the one that does not belong to this run out of the dataset")
         files.add(key, info)
         previous = folder
     return dict(sorted(found.items()))

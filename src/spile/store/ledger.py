@@ -59,25 +59,17 @@ def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dic
     """
     tail = _TAIL.fullmatch(data[-_TAIL_LENGTH:])
     if tail is None:
-        raise Damaged(
-            f"{where} is incomplete",
-            expected="a record that ends with its checksum",
-            found=f"{len(data)} bytes that do not",
-        )
+        raise Damaged(f"{where} is incomplete: its {len(data)} bytes do not end with a checksum")
     body = data[:-_TAIL_LENGTH]
-    found = to_hex(crc32c(body))
-    if found != tail[1].decode():
-        raise Damaged(f"{where} is damaged", expected=f"crc32c {tail[1].decode()}", found=found)
+    expected, found = tail[1].decode(), to_hex(crc32c(body))
+    if found != expected:
+        raise Damaged(f"{where} is damaged", expected=f"crc32c {expected}", found=found)
     with untrusted(Damaged, f"{where} is not a JSON object"):
         record = json.loads(body + b"}")
     version = record.get("format") if isinstance(record, dict) else None
     if version not in formats:
-        raise Damaged(
-            f"{where} has a format this version cannot read",
-            expected=formats[-1],
-            found=version,
-            fix="upgrade spile to read it",
-        )
+        problem = f"{where} has a format this version cannot read"
+        raise Damaged(problem, expected=formats[-1], found=version, fix="upgrade spile to read it")
     return dict(record)
 
 

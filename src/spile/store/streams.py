@@ -277,16 +277,27 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     found = {number: files for number, files in survey(root).items() if files.begun}
     entries = read_index(root, found)
 
+    def checked(stream: Stream, number: int) -> Stream:
+        if why := foreign_reason(stream.record, number, run):
+            url = stream.folder.url
+            fix = f"move {url} out of the dataset, then look for other problems with: spile verify {root.url}"
+            raise Damaged(f"{url} does not belong to the dataset", found=why, fix=fix)
+        return stream
+
     def read(number: int) -> Stream | None:
         folder, entry = root.child(found[number].folder), entries.get(number)
         where = f"{folder.url}/{STREAM}"
         record = read_stream(folder) if entry is None else parse_stream(entry.stream.encode(), where)
         if record is None:
             return None  # The stream was removed after it was listed.
-        if why := foreign_reason(record, number, run):
-            fix = f"move {folder.url} out of the dataset, then look for other problems with: spile verify {root.url}"
-            raise Damaged(f"{folder.url} does not belong to the dataset", found=why, fix=fix)
-        return Stream(folder, record, _read_additions(folder, record, found[number].added), entry)
+        folders = [folder.child(name) for name in sorted(found[number].added)]
+        # An addition without a record is being removed; one with another base belongs to a stream that was cleared.
+        begun = [
+            checked(Stream(each, added), number)
+            for each in folders
+            if (added := read_stream(each)) is not None and added.base == record.id
+        ]
+        return checked(Stream(folder, record, begun, entry), number)
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
         streams = [stream for stream in pool.map(read, found) if stream is not None]
@@ -295,24 +306,6 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
     for problem in mixed_splits(root.url, with_split):
         raise Damaged(problem.where, found=problem.text, fix="move the streams of one split to a dataset of their own")
     return streams
-
-
-def _read_additions(stream: Folder, record: StreamRecord, names: Iterable[str]) -> list[Stream]:
-    """Return the finished and unfinished additions to a stream; ``names`` are their folders."""
-    found = []
-    for name in sorted(names):
-        folder = stream.child(name)
-        added = read_stream(folder)
-        if added is None or added.base != record.id:
-            continue  # It is being removed, or the taps were added before the stream was started again.
-        if (added.fingerprint, added.worker_id) != (record.fingerprint, record.worker_id):
-            raise Damaged(
-                f"{folder.url}/{STREAM} belongs to another run or stream",
-                expected=f"fingerprint {record.fingerprint}, stream {record.worker_id}",
-                found=f"fingerprint {added.fingerprint}, stream {added.worker_id}",
-            )
-        found.append(Stream(folder, added))
-    return found
 
 
 def read_ledgers(streams: Iterable[Stream]) -> None:
