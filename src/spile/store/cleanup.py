@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from spile.errors import Damaged, StoreError
-from spile.objects.folder import Folder, Removal
+from spile.objects.folder import Folder, Removal, Unfinished
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import home_of
 from spile.store.claims import forget_finished
@@ -141,14 +141,15 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
 
     ``named`` maps the folder of each readable ledger to its committed shards. Other folders are not searched.
     """
+    numbers = {folder: stream_number(folder.partition("/")[0]) or 0 for folder in named}
     found = [
-        Garbage("shard", _number(folder), info.key, info.size, now - info.updated, info.key)
+        Garbage("shard", numbers[folder], info.key, info.size, now - info.updated, info.key)
         for info in list_streams(root)
         for folder, name in [_split(info.key)]
         if folder in named and is_data(name) and name not in named[folder]
     ]
     found += [
-        Garbage("upload", _number(folder), left.key, left.size, now - left.started, left.handle)
+        Garbage("upload", numbers[folder], left.key, left.size, now - left.started, left.handle)
         for left in root.unfinished("")
         for folder, name in [_split(left.key)]
         if folder in named and is_ours(name)
@@ -164,11 +165,6 @@ def _split(key: str) -> tuple[str, str]:
     return (f"{stream}/{added}", name) if added else (stream, name)
 
 
-def _number(folder: str) -> int:
-    number = stream_number(folder.partition("/")[0])
-    return -1 if number is None else number
-
-
 def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
     if alive[_split(item.key)[0]]:
         return "a worker is alive"
@@ -181,7 +177,6 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
     ``fences`` has, for the folder of each ledger, a function that creates the fence under the number that was free
     before the search.
     """
-    left = {item.handle: item for item in root.unfinished("")}
     removals = {
         folder: Removal(f"{root.url}/{folder}", ours=is_data, remove=root.child(folder).delete, fence=create_fence)
         for folder, create_fence in fences.items()
@@ -193,8 +188,7 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
             return removals[folder].in_order([name])
         if not removals[folder].fenced():
             return False
-        if item.handle in left:
-            root.discard(left[item.handle])
+        root.discard(Unfinished(item.key, item.handle, started=0.0))
         return True
 
     return [

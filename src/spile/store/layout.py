@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from spile.errors import Damaged, SpecError
+from spile.errors import Damaged
 from spile.objects.folder import read_ahead
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _PAGE = 1000
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
 _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
 _PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
-_ATTEMPT = re.compile(r"[a-z0-9]{4,32}")
 
 
 def stream_folder(worker_id: int, names: str) -> str:
@@ -189,10 +188,3 @@ def is_data(name: str) -> bool:
 def new_attempt() -> str:
     """Return a unique name for one execution of a worker."""
     return secrets.token_hex(6)
-
-
-def valid_attempt(attempt: str) -> str:
-    """Return the attempt; raise :class:`SpecError` if it cannot be part of a file name."""
-    if not _ATTEMPT.fullmatch(attempt):
-        raise SpecError("attempt", expected="4 to 32 lower-case letters and digits", found=repr(attempt))
-    return attempt

@@ -31,7 +31,6 @@ from spile.store.layout import (
     shard_host,
     shard_name,
     stream_folder,
-    valid_attempt,
 )
 from spile.store.ledger import (
     FORMAT,
@@ -512,8 +511,7 @@ def join_stream(
     differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:
         raise mismatch(folder.url, differing, _other_stream_fix(root, worker_id, differing))
-    attempt = new_attempt() if attempt is None else valid_attempt(attempt)
-    return StreamStore(folder, stored, run, attempt, read_ledger(folder, stored.id))
+    return StreamStore(folder, stored, run, attempt or new_attempt(), read_ledger(folder, stored.id))
 
 
 def read_or_create(folder: Folder, fresh: StreamRecord) -> StreamRecord:

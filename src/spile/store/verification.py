@@ -307,29 +307,22 @@ def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamRep
     problems += [problem for added in stream.additions for problem in _judge_added(stream, added)]
     missing = Ranges()
     if stream.readable:
+        missing = Ranges([(0, expected or 0)]) - ledger.done
         if expected is None:
-            text = "its length is unknown until a worker has read it to the end"
-            problems.append(Problem("missing", where, text))
-        else:
-            missing = Ranges([(0, expected)]) - ledger.done
+            problems.append(Problem("missing", where, "its length is unknown until a worker has read it to the end"))
         if missing:
             problems.append(Problem("missing", where, f"samples {missing.text()} ({len(missing)} of {expected})"))
         if ledger.doubled:
             problems.append(Problem("doubled", where, f"samples {ledger.doubled.text()}"))
-        beyond = Ranges() if total is None else ledger.done - Ranges([(0, total)])
-        if beyond:
-            problems.append(
-                Problem(
-                    "damaged",
-                    where,
-                    f"samples {beyond.text()} are beyond the end of the stream, which has {total} samples",
-                )
-            )
+        ends = {commit.end for commit in stream.commits if commit.end is not None}
+        if total is not None:
+            if beyond := ledger.done - Ranges([(0, total)]):
+                text = f"samples {beyond.text()} are beyond the end of the stream, which has {total} samples"
+                problems.append(Problem("damaged", where, text))
+            if ends - {total}:
+                problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))
         if identity is not None and identity.head is not None and not rows_recorded(ledger, run):
             problems.append(Problem("damaged", where, "its commits do not hold the hashes of all rows that were read"))
-        ends = {commit.end for commit in stream.commits if commit.end is not None}
-        if len(ends | ({total} if total is not None else set())) > 1:
-            problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))
     skips = [skip for commit in stream.commits for skip in commit.skipped]
     return StreamReport(
         number=stream.number,

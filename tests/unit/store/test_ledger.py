@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError
+from spile.errors import Damaged, Fenced, RunMismatch, StoreError
 from spile.objects import Folder, open_folder
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
@@ -235,12 +235,6 @@ def test_a_stream_of_other_data_or_taps_is_refused(folder: Folder) -> None:
     ):
         join_stream(folder, 0, stream_identity(100, sha256="66666666"), run_identity())
     assert join_stream(folder, 1, stream_identity(100, taps=(Tap("mlp", 0),)), run_identity()).ledger == Ledger()
-
-
-def test_an_attempt_must_fit_a_file_name(folder: Folder) -> None:
-    for bad in ("", "../up", "UPPER", "a-b-c"):
-        with pytest.raises(SpecError, match="attempt"):
-            joined(folder, bad)
 
 
 def test_metadata_has_the_guides_fields_and_comes_from_the_ledger(folder: Folder) -> None:
