@@ -125,7 +125,9 @@ class Heartbeat:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
-            self.note_error(error)
+            text = str(error) if isinstance(error, SpileError) else f"{type(error).__name__}: {error}"
+            text = "interrupted" if isinstance(error, KeyboardInterrupt) else text
+            self._error = hide_values(text, self._hidden)[:_LINE]
             asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
             self._ended = Phase.STOPPED if asked else Phase.FAILED
             self._handed_over = isinstance(error, Fenced)  # The worker that took over writes the heartbeat now.
@@ -140,12 +142,6 @@ class Heartbeat:
     def note(self, line: str) -> None:
         """Add a line of the log. The heartbeat contains the last lines, without the values of secret variables."""
         self._tail.append(hide_values(line, self._hidden)[:_LINE])
-
-    def note_error(self, error: BaseException | str) -> None:
-        text = str(error) if isinstance(error, str | SpileError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
-        self._error = hide_values(text, self._hidden)[:_LINE]
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -184,10 +180,8 @@ def read_beat(folder: Folder) -> Beat | None:
         data = folder.get(PROGRESS)
     except (NotFound, Damaged):
         return None
-    if len(data) > _MOST:
-        return None
     try:
-        return Beat.from_json(json.loads(data))
+        return Beat.from_json(json.loads(data)) if len(data) <= _MOST else None
     except Exception:  # noqa: BLE001 - the content is untrusted, and a malformed heartbeat must not stop a monitor
         return None
 

@@ -37,7 +37,6 @@ def reading() -> Reading:
 def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
     with Heartbeat(folder, "a1b2", reading, clock=lambda: 1_800_000_000.0, host="here") as heart:
         heart.note("loaded the model")
-        heart.note_error("upload retried")
     stored = json.loads(folder.get("progress.json"))
     assert stored == {
         "attempt": "a1b2",
@@ -55,7 +54,7 @@ def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
         "updated": "2027-01-15T08:00:00Z",
         "version": stored["version"],
         "log_tail": ["loaded the model"],
-        "last_error": "upload retried",
+        "last_error": None,
         "missed": 0,
         "progressed": "2027-01-15T08:00:00Z",
     }
@@ -67,9 +66,10 @@ def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
 
 def test_no_secret_of_the_environment_is_in_a_heartbeat(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
-    with Heartbeat(folder, "a1b2", reading) as heart:
-        heart.note("x" * 390 + " asked with hf_very_secret")
-        heart.note_error(StoreError("refused", found="hf_very_secret"))
+    heart = Heartbeat(folder, "a1b2", reading)
+    heart.note("x" * 390 + " asked with hf_very_secret")
+    with pytest.raises(StoreError), heart:
+        raise StoreError("refused", found="hf_very_secret")
     stored = folder.get("progress.json")
     assert b"hf_very" not in stored, "nor half of one, where the line was cut"
     assert b"refused: found ***" in stored
