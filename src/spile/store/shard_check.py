@@ -37,7 +37,7 @@ _EXPONENT = {
 }
 
 
-def inspect_shard(
+def check_shard(
     folder: Folder,
     record: ShardRecord,
     stream: StreamRecord,
@@ -56,68 +56,66 @@ def inspect_shard(
         if size != record.size:
             raise Damaged(f"{where} has the wrong size", expected=f"{record.size} bytes", found=size)
         shard = ShardReader(folder, record)
-        wrong = _header(shard, schema) or _index(shard, schema.keep)
+        wrong = _check_header(shard, schema) or _check_index(shard, schema.keep)
         sound = not wrong
-        wrong += _bytes(shard, run, seen)
+        wrong += _check_bytes(shard, run, seen)
         if sound and stream.base is None:  # Added taps have the tokens of the stream, compared by their checksums.
-            wrong += _content(shard, run, decode)
+            wrong += _check_content(shard, run, decode)
     except NotFound:
-        return [
-            Problem(
-                "damaged", where, "the shard, or its answers, are gone" if record.predictions else "the shard is gone"
-            )
-        ]
+        wrong = ["the shard, or its answers, are gone" if record.predictions else "the shard is gone"]
     except Failure as error:
-        return [Problem("damaged", where, str(error).removeprefix(f"{where} "))]
+        wrong = [str(error).removeprefix(f"{where} ")]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         # The checksums match but the content is invalid: the writer was faulty. Report it and check the other shards.
-        return [Problem("damaged", where, f"its content is invalid: {type(error).__name__}: {error}")]
+        wrong = [f"its content is invalid: {type(error).__name__}: {error}"]
     return [Problem("damaged", where, text) for text in wrong]
 
 
-def _header(shard: ShardReader, schema: ShardSchema) -> list[str]:
+def _check_header(shard: ShardReader, schema: ShardSchema) -> list[str]:
     header, record = shard.header, shard.record
     schema = replace(schema, statistics=any(name.endswith(SUMS) for name in header.places))  # optional
-    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # _index checks the value
+    context = header.places[CONTEXT].shape[0] if CONTEXT in header.places else 0  # _check_index checks the value
     found = {name: (place.code, place.shape) for name, place in header.places.items()}
     shapes = {**schema.tensors(record.count, record.tokens, context), CHUNKS: found[CHUNKS]}
     wanted = schema.metadata()
-    says = [
+    problems = [
         f"the header says {name} {header.metadata.get(name)}, expected {value}"
         for name, value in wanted.items()
         if header.metadata.get(name) != value
     ]
     if list(found) != list(shapes):
-        says.append(f"it has the tensors {', '.join(found)}, expected {', '.join(shapes)}")
+        problems.append(f"it has the tensors {', '.join(found)}, expected {', '.join(shapes)}")
     else:
-        says += [
+        problems += [
             f"{name} is {found[name][0]} {list(found[name][1])}, expected {kind} {list(shape)}"
             for name, (kind, shape) in shapes.items()
             if found[name] != (kind, shape)
         ]
     if set(record.tensors) != set(header.places):
-        says.append("the commit has checksums of other tensors")
+        problems.append("the commit has checksums of other tensors")
     if any(tap + SUMS not in header.places for tap in record.statistics):
-        says.append("the commit has statistics of taps whose sums the shard does not have")
-    return says
+        problems.append("the commit has statistics of taps whose sums the shard does not have")
+    return problems
 
 
-def _index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
+def _check_index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
     offsets, index = shard.read_tensor("offsets"), shard.read_tensor("sample_index")
-    says = []
+    problems = []
     if offsets[0] != 0 or offsets[-1] != shard.record.tokens or (np.diff(offsets) < 0).any():
-        says.append("offsets do not rise from 0 to the number of tokens")
+        problems.append("offsets do not rise from 0 to the number of tokens")
     if len(np.unique(index)) != len(index) or Ranges.of(index.tolist()) != shard.record.samples:
-        says.append("sample_index is not the commit's samples")
+        problems.append("sample_index is not the commit's samples")
     if [note.get("index") for note in shard.notes] != index.tolist():
-        says.append("the header's samples are not those of sample_index")
+        problems.append("the header's samples are not those of sample_index")
     incomplete = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
     if incomplete and keep != (EVERY_FIELD,):  # which fields a row has is then known from the data alone
-        says.append(f"samples {Ranges.of(incomplete).text()} do not have the kept fields {', '.join(keep) or '(none)'}")
-    return says + (_context(shard) if POSITIONS in shard.header.places and not says else [])
+        problems.append(
+            f"samples {Ranges.of(incomplete).text()} do not have the kept fields {', '.join(keep) or '(none)'}"
+        )
+    return problems + (_check_context(shard) if POSITIONS in shard.header.places and not problems else [])
 
 
-def _context(shard: ShardReader) -> list[str]:
+def _check_context(shard: ShardReader) -> list[str]:
     """Check the positions and the context of a shard in which only some tokens have rows."""
     offsets, starts, context = (shard.read_tensor(name) for name in ("offsets", CONTEXT_OFFSETS, CONTEXT))
     positions, lengths = shard.read_tensor(POSITIONS).astype(np.int64), np.diff(starts)
@@ -133,7 +131,7 @@ def _context(shard: ShardReader) -> list[str]:
     return []
 
 
-def _content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> list[str]:
+def _check_content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> list[str]:
     """Check tokens, positions and answers against each other and against the run."""
     wrong = [
         f"{name} has ids outside the vocabulary of {run.vocab_size or 'the model'}"
@@ -146,10 +144,10 @@ def _content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> lis
             return [*wrong, "its commit names no predictions"]
         answers = {answer.sample: answer for answer in read_predictions(shard.folder, shard.record)}
         wrong += answers_problem(shard, answers, run, decode)
-    return wrong + (_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
+    return wrong + (_check_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
 
 
-def _positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Prediction]) -> list[str]:
+def _check_positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Prediction]) -> list[str]:
     """Check that the rows are at the positions that the run selects.
 
     Without generated answers, ``answer`` depends on the roles of all tokens, and a shard has only those of rows: each
@@ -227,9 +225,9 @@ def _row_of(shard: ShardReader, listed: TopRow) -> int | None:
     return found if found is not None and shard.read_tensor("tokens")[found] == listed.token else None
 
 
-def _bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) -> list[str]:
+def _check_bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) -> list[str]:
     """Check every chunk, then derive the checksums of tensors and object from the chunks, so bytes are read once."""
-    says: list[str] = []
+    problems: list[str] = []
     sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
     seen(shard.record.header[0])
     for name, place in shard.header.places.items():
@@ -251,14 +249,16 @@ def _bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) ->
                 strange |= outside_vocabulary(np.frombuffer(data, "<i4"), run)  # the ids of the largest logits
             seen(len(data))
         if bad:
-            says.append(f"{name} has {bad} values that are NaN or infinite")
+            problems.append(f"{name} has {bad} values that are NaN or infinite")
         if strange:
-            says.append(f"{name} has ids outside the vocabulary")
+            problems.append(f"{name} has ids outside the vocabulary")
         if check is not None and (differs := check.problem()):
-            says.append(f"the stored statistics of {name} {differs}")
+            problems.append(f"the stored statistics of {name} {differs}")
         sums.append((shard.tensor_checksum(name), place.length))
         if sums[-1][0] != shard.record.tensors[name]:
-            says.append(f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}")
+            problems.append(
+                f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}"
+            )
     if fold(sums) != shard.record.crc32c:
-        says.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(fold(sums))}")
-    return says
+        problems.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(fold(sums))}")
+    return problems

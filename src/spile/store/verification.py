@@ -27,7 +27,7 @@ from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
-from spile.store.shard_check import inspect_shard
+from spile.store.shard_check import check_shard
 from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
@@ -112,7 +112,7 @@ def verify(
     sizes = _commit_sizes(found)
     seen = _byte_counter(progress, sum(sum(commits.values()) for commits in sizes.values()))
     unchecked = () if run_parts is None else _use_results(run_parts(sizes), found, seen)
-    _inspect(found, run, seen, decode)
+    _check_shards(found, run, seen, decode)
     recomputed = None
     if recompute is not None and k:
         recomputed, wrong = compare(run, _readable_streams(found), recompute, k, seed)
@@ -138,7 +138,7 @@ def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecke
     """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
     run = _run_of(root)
     streams = _read_ledgers(root, run, part.has_stream)
-    _inspect(streams, run, lambda _: None, decode, part)
+    _check_shards(streams, run, lambda _: None, decode, part)
     checked = [
         {
             "path": ledger.path,
@@ -253,7 +253,7 @@ def _byte_counter(progress: Callable[[int, int], None], total: int) -> Callable[
     return seen
 
 
-def _inspect(
+def _check_shards(
     streams: Sequence[_LedgerCheck],
     run: RunIdentity,
     seen: Callable[[int], None],
@@ -262,9 +262,9 @@ def _inspect(
 ) -> None:
     """Check the shards, or those of a part, that no other process has checked; keep the problems of each."""
 
-    def inspect(task: tuple[_LedgerCheck, StreamRecord, ShardRecord]) -> None:
+    def check(task: tuple[_LedgerCheck, StreamRecord, ShardRecord]) -> None:
         ledger, record, shard = task
-        ledger.checked[shard.name] = inspect_shard(ledger.folder, shard, record, run, seen, decode)
+        ledger.checked[shard.name] = check_shard(ledger.folder, shard, record, run, seen, decode)
 
     tasks = [
         (ledger, ledger.record, shard)
@@ -278,7 +278,7 @@ def _inspect(
     on_disk = all(ledger.folder.local_path is not None for ledger, _, _ in tasks)
     threads = min(16, 2 * (os.cpu_count() or 1)) if on_disk else CONCURRENT_REQUESTS  # A bucket is bound by latency.
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
-        for _ in pool.map(inspect, tasks):
+        for _ in pool.map(check, tasks):
             pass
 
 
