@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from spile.spec.amounts import size
-from spile_fakes.hub import DatasetHub, dataset_hub
+from spile_fakes.hub import DatasetHub
 
 _FILE_ROWS, _GROUP_ROWS = 500_000, 10_000
 _RUN = """
@@ -149,7 +149,7 @@ def main() -> None:
         folder, cache, output = (Path(place) / name for name in ("data", "cache", "out"))
         folder.mkdir()
         total = write_rows(folder, words.rows)
-        with dataset_hub(folder) as hub:
+        with DatasetHub(folder) as hub:
             print(f"{words.rows:,} rows in {len(hub.paths())} Parquet files, {size(total)}")
             if words.only_rows:
                 read = child(hub, cache, _ROWS, hub.name)

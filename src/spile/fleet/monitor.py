@@ -265,7 +265,7 @@ class WorkerStatus:
     worker: Worker
     zone: str
     machine: NodeState
-    view: StreamView | None
+    view: StreamView
     past: WorkerHistory
     healthy: bool
     """READY with a fresh heartbeat, or finished."""
@@ -350,8 +350,8 @@ class FleetStatus:
                     "name": each.worker.name,
                     "zone": each.zone,
                     "status": each.machine.value,
-                    "phase": each.view.phase if each.view else Phase.UNKNOWN,
-                    **{name: getattr(each.view, name) if each.view else 0 for name in _COUNTS},
+                    "phase": each.view.phase,
+                    **{name: getattr(each.view, name) for name in _COUNTS},
                     **{name: getattr(each.past, name) for name in _PAST},
                     "healthy": each.healthy,
                     "note": each.note,
@@ -495,6 +495,7 @@ class FleetMonitor:
 
 def _worker_status(case: WorkerCase, view: StreamView | None) -> WorkerStatus:
     past, worker = case.past, case.worker
+    view = view or StreamView(worker.id, worker.name, State.WAITING)
     node = min(case.nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
     if node is None:  # The state is not known if the zone did not answer.
         state = NodeState.UNKNOWN if case.silent_zones else NodeState.NOT_FOUND

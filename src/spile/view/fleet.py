@@ -13,7 +13,7 @@ from rich.text import Text
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import Life
 from spile.spec.amounts import amount, counted
-from spile.store.snapshot import Snapshot, State, StreamView
+from spile.store.snapshot import Snapshot, StreamView
 from spile.view import table
 from spile.view.table import (
     COUNTS,
@@ -71,16 +71,11 @@ def _waits_for_quota(each: WorkerStatus) -> bool:
     return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
 
 
-def _view(each: WorkerStatus) -> StreamView:
-    """Return the worker's stream; an empty one if it has not started."""
-    return each.view or StreamView(each.worker.id, each.worker.name, State.WAITING)
-
-
 def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
     """Return a column of the stream table as a column of the fleet table."""
     return Column(
         column.title,
-        lambda each: column.cell(_view(each)),
+        lambda each: column.cell(each.view),
         lambda status: column.total(status.snapshot),
         column.justify,
     )
@@ -122,7 +117,7 @@ def _story(each: WorkerStatus) -> str:
         parts.append("finished")
     elif note and each.machine.life is Life.ALIVE and not each.healthy:
         parts.append(note)
-    elif each.view is not None and each.view.phase and each.machine.life is Life.ALIVE:
+    elif each.view.phase and each.machine.life is Life.ALIVE:
         age = "" if each.view.age is None else f" ({ago(each.view.age)})"
         parts.append(f"{each.view.phase}{age}")
     if each.zone != each.worker.zone:
@@ -175,7 +170,7 @@ def plain_lines(status: FleetStatus) -> list[str]:
     """Return one line per worker and one for the total, for a log."""
     status = _report_quota_once(status)
     lines = [
-        f"{each.worker.name} {_status_word(each)}: {counts_line(_view(each))}"
+        f"{each.worker.name} {_status_word(each)}: {counts_line(each.view)}"
         + (f"; {_story(each)}" if _story(each) else "")
         for each in status.workers
     ]

@@ -22,7 +22,7 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
-from spile_fakes.hub import COMMIT, dataset_hub
+from spile_fakes.hub import COMMIT, DatasetHub
 
 pytest.importorskip("datasets")
 pytest.importorskip("pyarrow")
@@ -143,7 +143,7 @@ print(json.dumps([stream.head, stream.revision, first.index, first.task_id, len(
 @pytest.mark.slow
 def test_the_first_sample_of_a_large_dataset_needs_a_part_of_it(tmp_path: Path) -> None:
     """Against a server with the API of the hub, with the libraries of the hub: 200,000 rows."""
-    with dataset_hub(write_files(tmp_path / "data", 4, 50_000, 5_000)) as hub:
+    with DatasetHub(write_files(tmp_path / "data", 4, 50_000, 5_000)) as hub:
         environment = {**os.environ, **hub.environment(tmp_path / "cache")}
         done = subprocess.run(
             [sys.executable, "-c", READ], env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=120

@@ -15,7 +15,7 @@ from spile.objects import open_folder
 from spile.objects.hub import HubName
 from spile.reading import push as pushing
 from spile.reading.push import push_dataset
-from spile_fakes.hub import DatasetHub, Uploads, dataset_hub
+from spile_fakes.hub import DatasetHub
 from world import produce
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # within the hub's client
@@ -27,7 +27,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DatasetHub]
     from huggingface_hub import constants
 
     (tmp_path / "hub").mkdir()
-    with dataset_hub(tmp_path / "hub", writable=True) as served:
+    with DatasetHub(tmp_path / "hub") as served:
         for name, value in served.environment(tmp_path / "cache").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
@@ -43,14 +43,9 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "root")
 
 
-def uploads(hub: DatasetHub) -> Uploads:
-    assert hub.uploads is not None
-    return hub.uploads
-
-
 def test_a_dataset_is_pushed_and_read_in_ranges(hub: DatasetHub, root: str) -> None:
     done = spile.push(root, TARGET, private=True)
-    assert uploads(hub).private
+    assert hub.private
     there, here = spile.open(TARGET), spile.open(root)
     assert len(there) == len(here) == 45
     assert [sample.task_id for sample in there] == [sample.task_id for sample in here]
@@ -83,32 +78,32 @@ def test_the_card_says_what_it_is(hub: DatasetHub, tmp_path: Path) -> None:
 
 def test_a_push_that_failed_continues(hub: DatasetHub, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushing, "_FILES", 1)
-    uploads(hub).refuse = 1
+    hub.refuse = 1
     with pytest.raises(StoreError, match=r"400 no more\. Run the command again"):
         spile.push(root, TARGET)
     with pytest.raises(UserError, match="no dataset"):
         spile.open(TARGET)  # Half a dataset is none.
-    uploads(hub).refuse = None
+    hub.refuse = None
     hub.requests.clear()
     spile.push(root, TARGET)
     sent = [each for each in hub.requests if each.startswith("PUT /upload/")]
-    assert len(sent) == len(uploads(hub).objects) - 1
+    assert len(sent) == len(hub.objects) - 1
     assert spile.verify(TARGET).ok
-    messages = list(uploads(hub).messages)
+    messages = list(hub.messages)
     spile.push(root, TARGET)
-    assert uploads(hub).messages == messages, "nothing is committed twice"
+    assert hub.messages == messages, "nothing is committed twice"
 
 
 def test_content_that_arrives_changed_is_found(hub: DatasetHub, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Uploads._commit
+    whole = DatasetHub._commit
 
-    def damaged(self: Uploads, *words: object) -> dict[str, object]:
-        found = whole(self, *words)
+    def damaged(self: DatasetHub, body: bytes) -> str:
+        found = whole(self, body)
         for name in self.large:
             self.large[name] = "0" * 64
         return found
 
-    monkeypatch.setattr(Uploads, "_commit", damaged)
+    monkeypatch.setattr(DatasetHub, "_commit", damaged)
     with pytest.raises(StoreError, match="lists other content for tpu_0/shard"):
         spile.push(root, TARGET)
 
@@ -118,7 +113,7 @@ def test_another_run_and_a_wrong_token_are_refused(hub: DatasetHub, root: str, t
     spile.extract("embedded", ["one text"], tmp_path / "other", taps=["residual.0"])
     with pytest.raises(UserError, match="holds another run"):
         spile.push(tmp_path / "other", TARGET)
-    uploads(hub).token = "another"
+    hub.token = "another"
     with pytest.raises(UserError, match="HF_TOKEN"):
         spile.push(root, TARGET)
 
