@@ -7,7 +7,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,19 +17,18 @@ import orjson
 
 from spile.data.lines import StreamFile, embedded_tasks, first_bytes
 from spile.data.rows import MASK, PAIRS, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
-from spile.data.tables import Hub, Parquet, RowSource, SourceRow, check_columns
+from spile.data.tables import Columns, Hub, Parquet, RowSource, SourceRow
 from spile.errors import DataError, RunMismatch, SpecError, StoreError
-from spile.objects import is_remote
 from spile.spec.amounts import counted
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
 
 _LARGEST_DOCUMENT = 256 << 20
 """Bytes of a JSON document, or characters of a line or a cell."""
-_LINES = (".jsonl", ".ndjson")
-_TABLES = (".parquet", ".csv", ".tsv", ".tab", ".txt", ".json")
 _WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
 """Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
+_SUFFIXES = (*_WITH_FIELDS, ".parquet", ".txt")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 _ESTIMATED_FROM = 4 << 20
 """Bytes of a file that are read to estimate its number of rows."""
 _SLICE = re.compile(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", re.ASCII)
@@ -105,15 +104,14 @@ class JsonFile(FileSource):
 class Csv(FileSource):
     """A CSV or TSV file with a header. Values are strings."""
 
-    columns: frozenset[str] = field(default_factory=frozenset)
-    keep: tuple[str, ...] = ()
+    columns: Columns
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         records = self._records()
         _, header = next(records, (0, []))
         if not header:
             return
-        names = check_columns(header, self.columns, self.keep, self.location)
+        names = self.columns.choose(header, self.location)
         if repeated := [name for name in names if header.count(name) > 1]:
             fix = "rename one of the columns"
             raise DataError(f"{self.location} has two columns named {repeated[0]!r}", fix=fix)
@@ -299,12 +297,6 @@ def default_keep(dataset: str) -> tuple[str, ...]:
     return (EVERY_FIELD,) if dataset.endswith(_WITH_FIELDS) else ()
 
 
-def is_hub_name(dataset: str) -> bool:
-    """Return whether this can be the name of a dataset on the hub."""
-    known = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset, re.ASCII)
-    return known is not None and not dataset.startswith(".") and not dataset.endswith((*_LINES, *_TABLES))
-
-
 def open_source(
     dataset: str,
     *,
@@ -325,57 +317,52 @@ def open_source(
         revision: The branch, tag or commit of a hub dataset. It is resolved to a commit.
 
     """
-    columns = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
+    samples = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
+    columns = Columns(samples, keep)
     text = "text" if column == PAIRS else column
     if dataset == EMBEDDED:
         return Jsonl(str(embedded_tasks()))
     path = Path(dataset).expanduser()
     if "://" not in dataset and path.is_dir():
-        return _open_folder(path, dataset, text, columns, keep, split, config_name)
+        return _open_folder(path, dataset, text, columns, split, config_name)
     if "://" in dataset or path.is_file():
-        return _open_file(dataset, text, columns, keep)
-    if not is_hub_name(dataset):
-        raise DataError(f"no such dataset: {dataset}", expected="a file, a folder, or owner/name on the hub")
-    hub = Hub(dataset, split or "train", config_name, columns, keep=keep)
+        return _open_file(dataset, text, columns)
+    # A name inside an existing local folder is a mistyped file, not a dataset of the hub.
+    mistyped = dataset.endswith(_SUFFIXES) or (path.parent != Path() and path.parent.is_dir())
+    if mistyped or not _HUB_NAME.fullmatch(dataset):
+        raise DataError(
+            f"no such dataset: {dataset}", fix="check --dataset, which is a file, a folder, or owner/name on the hub"
+        )
+    hub = Hub(dataset, split or "train", config_name, columns)
     return hub if revision is None else hub.pinned(revision)
 
 
-def _open_file(dataset: str, column: str, columns: frozenset[str], keep: tuple[str, ...]) -> RowSource:
+def _open_file(dataset: str, column: str, columns: Columns) -> RowSource:
     match Path(dataset).suffix:
         case ".parquet":
-            return Parquet(None if "://" in dataset else Path(dataset).expanduser(), dataset, columns, keep)
+            return Parquet(None if "://" in dataset else Path(dataset).expanduser(), dataset, columns)
         case ".json":
             return JsonFile(dataset, column)
         case ".csv" | ".tsv" | ".tab":
-            return Csv(dataset, columns, keep)
+            return Csv(dataset, columns)
         case ".txt":
             return TextFile(dataset, column)
-        case ".jsonl" | ".ndjson":
+        case ".jsonl" | ".ndjson" | "":
             return Jsonl(dataset)
         case suffix if "://" in dataset:
             return Jsonl(dataset)
         case suffix:
-            raise DataError(
-                f"{dataset} has an unknown suffix",
-                expected=", ".join((*_LINES, *_TABLES)),
-                found=suffix or "no suffix",
-                fix="rename the file",
-            )
+            expected = ", ".join(_SUFFIXES)
+            raise DataError(f"{dataset} has an unknown suffix", expected=expected, found=suffix, fix="rename the file")
 
 
 def _open_folder(
-    path: Path,
-    dataset: str,
-    column: str,
-    columns: frozenset[str],
-    keep: tuple[str, ...],
-    split: str | None,
-    config_name: str | None,
+    path: Path, dataset: str, column: str, columns: Columns, split: str | None, config_name: str | None
 ) -> RowSource:
     """Open a folder: a dataset in the hub's layout, ARC files (``--split`` may name a subfolder), or text files."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
     if data is not None:
-        return Hub(str(path), split or "train", config_name, columns, folder=dataset, keep=keep)
+        return Hub(str(path), split or "train", config_name, columns, folder=dataset)
     within = path if split is None else path / split
     tasks = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
     if tasks:
@@ -398,38 +385,38 @@ _BLOCK = 1 << 20
 """Bytes of lines that are hashed at once."""
 
 
+def _source_of(spec: DataSpec) -> RowSource:
+    """Return the source of the data that a spec names."""
+    if spec.rows is not None:
+        return PythonRows(spec.rows, spec.dataset, spec.prompt.column, spec.keep)
+    if spec.dataset_dir is not None:
+        return Jsonl(spec.location)
+    split = RowRange.parse(spec.split).split
+    return open_source(
+        spec.dataset, column=spec.prompt.column, split=split, config_name=spec.config_name, keep=spec.keep
+    )
+
+
 def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFile:
     """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
+    source, part = _source_of(spec), RowRange.parse(spec.split)
     turn = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
-    if spec.rows is not None:
-        given = PythonRows(spec.rows, spec.dataset, spec.prompt.column, spec.keep)
-        return StreamFile(spec.dataset, partial(_json_lines, given, RowRange(None), spec.dataset, spec.bad_rows))
-    if spec.dataset_dir is not None or not _is_table(spec.dataset):
-        if spec.split is not None or spec.config_name is not None:
-            flag = "--split" if spec.split is not None else "--config-name"
-            raise SpecError(flag, expected="a dataset of the hub, or a folder of one", found=spec.location)
-        _refuse_revision(spec)
-        return StreamFile(spec.location, turn=turn)
-    part = RowRange.parse(spec.split)
-    source = open_source(
-        spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
-    )
+    if isinstance(source, Jsonl) and (spec.split is not None or spec.config_name is not None):
+        flag = "--split" if spec.split is not None else "--config-name"
+        raise SpecError(flag, expected="a dataset of the hub, or a folder of one", found=spec.location)
     if not isinstance(source, Hub | FileFolder) and part.split not in (None, "train"):
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     revision = None
     if isinstance(source, Hub) and source.folder is None:
         source = _pinned(source, spec.dataset_revision, stored)
         revision = source.revision
-    else:
-        _refuse_revision(spec)
+    elif spec.dataset_revision is not None:
+        raise SpecError("--dataset-revision", expected="a dataset of the hub", found=spec.location)
+    if isinstance(source, Jsonl):
+        return StreamFile(spec.location, turn=turn)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
     lines = partial(_json_lines, source, part, spec.dataset, spec.bad_rows)
     return StreamFile(named, lines, revision, turn, from_hub=isinstance(source, Hub))
-
-
-def _refuse_revision(spec: DataSpec) -> None:
-    if spec.dataset_revision is not None:
-        raise SpecError("--dataset-revision", expected="a dataset of the hub", found=spec.location)
 
 
 def _pinned(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hub:
@@ -450,31 +437,10 @@ def _pinned(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hu
 
 def estimate_rows(spec: DataSpec) -> int | None:
     """Return about how many rows the data has, from its size and its beginning; None if nothing tells it."""
-    part = RowRange.parse(spec.split)
-    source: RowSource = Jsonl(spec.location)
-    if spec.rows is not None:
-        source = PythonRows(spec.rows, spec.dataset, spec.prompt.column)
-    elif spec.dataset_dir is None and _is_table(spec.dataset):
-        source = open_source(
-            spec.dataset, column=spec.prompt.column, split=part.split, config_name=spec.config_name, keep=spec.keep
-        )
-    total = source.count()
+    part, total = RowRange.parse(spec.split), _source_of(spec).count()
     if part.stop is not None:
         total = part.stop if total is None else min(total, part.stop)
     return None if total is None else max(1, total - part.start)
-
-
-def _is_table(dataset: str) -> bool:
-    """Return whether the dataset is not a file of JSON lines: another format, a folder, or a dataset of the hub."""
-    if dataset == EMBEDDED:
-        return False
-    if is_remote(dataset) or dataset.startswith("file://"):
-        return dataset.endswith(_TABLES)
-    path = Path(dataset).expanduser()
-    if path.exists():
-        return path.is_dir() or path.suffix in _TABLES
-    # A name inside an existing local folder is a mistyped file, not a dataset of the hub.
-    return is_hub_name(dataset) and (path.parent == Path() or not path.parent.is_dir())
 
 
 def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadRows, first: int = 0) -> Iterator[bytes]:

@@ -8,12 +8,12 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -28,6 +28,8 @@ Result = TypeVar("Result")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _FOOTERS = 8
 """Footers of Parquet files that are fetched at once, to find the file with a row."""
+_NO_SAMPLE = frozenset({"task_id", "id", MASK})
+"""Columns that make no sample by themselves."""
 _BATCH_ROWS, _BATCH_BYTES = 256, 64 << 20
 """Rows of a Parquet file that are read at once, and their approximate size."""
 
@@ -67,6 +69,31 @@ class RowSource(ABC):
         """Return about how many rows there are; None if that is unknown without reading them all."""
 
 
+class Columns(NamedTuple):
+    """The columns of a table that are read, if the table has them."""
+
+    samples: frozenset[str] = frozenset()
+    keep: tuple[str, ...] = ()
+    """The columns that are stored with the samples."""
+
+    def choose(self, names: list[str], location: str) -> list[str]:
+        """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
+        keep = tuple(names) if self.keep == (EVERY_FIELD,) else self.keep
+        chosen = [name for name in names if name in self.samples]
+        missing = [name for name in keep if name not in names]
+        if missing:
+            found = f"no {', '.join(missing)}, but {', '.join(names)}"
+            raise DataError(location, expected=f"the columns of --keep: {', '.join(keep)}", found=found)
+        if not _NO_SAMPLE.issuperset(chosen):
+            return [*chosen, *(name for name in keep if name not in chosen)]
+        raise DataError(
+            f"{location} has no column that could be used",
+            expected=f"one of {', '.join(sorted(self.samples - _NO_SAMPLE))}",
+            found=", ".join(names),
+            fix="name it with --column",
+        )
+
+
 @dataclass(frozen=True)
 class Parquet(RowSource):
     """A Parquet file, read in batches of rows and only the columns that are needed."""
@@ -74,8 +101,7 @@ class Parquet(RowSource):
     path: Path | None
     """None for an object in a bucket, which is fetched first."""
     location: str
-    columns: frozenset[str] = field(default_factory=frozenset)
-    keep: tuple[str, ...] = ()
+    columns: Columns
 
     def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
         count = None if stop is None else stop - start
@@ -94,7 +120,7 @@ class Parquet(RowSource):
             raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
         try:
             with self._opened() as content:
-                yield from parquet_rows(content, start, self.columns, self.keep, self.location)
+                yield from parquet_rows(content, start, self.columns, self.location)
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
 
@@ -111,7 +137,7 @@ class Parquet(RowSource):
 
 
 def parquet_rows(
-    content: Any, start: int, wanted: frozenset[str], keep: tuple[str, ...], location: str, footer: Any = None
+    content: Any, start: int, columns: Columns, location: str, footer: Any = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file from ``start`` on; row groups before it are not read.
 
@@ -124,7 +150,7 @@ def parquet_rows(
 
     with parquet.ParquetFile(content, metadata=footer) as file:
         footer, schema = file.metadata, file.schema_arrow
-    names = check_columns(list(schema.names), wanted, keep, location)
+    names = columns.choose(list(schema.names), location)
     texts = [name for name in names if pyarrow.types.is_string(schema.field(name).type)]
     with parquet.ParquetFile(content, metadata=footer, read_dictionary=texts) as file:
         groups, skip = _row_groups_from(footer, start)
@@ -132,13 +158,13 @@ def parquet_rows(
         for group in groups:
             rows = _rows_at_once(footer.row_group(group))
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=names):
-                columns = [(name, batch.column(name)) for name in names]
+                values = [(name, batch.column(name)) for name in names]
                 large = batch.nbytes > LONGEST_LINE
                 for place in range(skip, len(batch)):
-                    if large and sum(_value_bytes(column, place) for _, column in columns) > LONGEST_LINE:
+                    if large and sum(_value_bytes(column, place) for _, column in values) > LONGEST_LINE:
                         limit = f"at most {LONGEST_LINE >> 20} MiB in a row"
                         raise DataError(f"{location} row {number + place}", expected=limit, found="more")
-                    yield {name: column[place].as_py() for name, column in columns}
+                    yield {name: column[place].as_py() for name, column in values}
                 skip, number = max(0, skip - len(batch)), number + len(batch)
 
 
@@ -164,24 +190,6 @@ def _row_groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
     return [], 0
 
 
-def check_columns(names: list[str], wanted: frozenset[str], keep: tuple[str, ...], location: str) -> list[str]:
-    """Return the columns to read; raise an error if none is usable or one of ``keep`` is missing."""
-    keep = tuple(names) if keep == (EVERY_FIELD,) else keep
-    chosen = [name for name in names if name in wanted]
-    missing = [name for name in keep if name not in names]
-    if missing:
-        found = f"no {', '.join(missing)}, but {', '.join(names)}"
-        raise DataError(location, expected=f"the columns of --keep: {', '.join(keep)}", found=found)
-    if not {"task_id", "id", MASK}.issuperset(chosen):
-        return [*chosen, *(name for name in keep if name not in chosen)]
-    raise DataError(
-        f"{location} has no column that could be used",
-        expected=f"one of {', '.join(sorted(wanted - {'task_id', 'id', MASK}))}",
-        found=", ".join(names),
-        fix="name it with --column",
-    )
-
-
 @dataclass(frozen=True)
 class Hub(RowSource):
     """One split of a dataset on the hub, or of a local folder in the same layout."""
@@ -189,10 +197,9 @@ class Hub(RowSource):
     name: str
     split: str
     config_name: str | None
-    columns: frozenset[str] = field(default_factory=frozenset)
+    columns: Columns
     folder: str | None = None
     """The local folder that the user named, if any."""
-    keep: tuple[str, ...] = ()
     revision: str | None = None
     """The commit that is read; None reads the newest one."""
 
@@ -288,8 +295,7 @@ class Hub(RowSource):
             pin = {} if self.revision is None else {"revision": self.revision}
             dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True, **pin)
             if dataset.column_names is not None:
-                columns = check_columns(dataset.column_names, self.columns, self.keep, self.name)
-                dataset = dataset.select_columns(columns)
+                dataset = dataset.select_columns(self.columns.choose(dataset.column_names, self.name))
             dataset = dataset.skip(start) if start else dataset
             rows = iter(dataset if stop is None else dataset.take(stop - start))
         return chain(list(islice(rows, 1)), rows)
@@ -320,7 +326,7 @@ class Hub(RowSource):
                 start -= footer.num_rows
                 continue
             with files.open(address) as content:
-                yield from parquet_rows(content, start, self.columns, self.keep, self.name, footer)
+                yield from parquet_rows(content, start, self.columns, self.name, footer)
             start = 0
 
     def _translated(self, error: Exception) -> SpileError | RequestFailure:

@@ -30,7 +30,9 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
 
 def test_no_such_dataset(refused: Refuse, fresh: Path) -> None:
     line = refused("--dataset", "nowhere.jsonl", "--output", fresh)
-    assert line == "no such dataset: nowhere.jsonl. Check --dataset, or --dataset-dir and --worker-id."
+    assert (
+        line == "no such dataset: nowhere.jsonl. Check --dataset, which is a file, a folder, or owner/name on the hub."
+    )
 
 
 def test_no_such_stream(refused: Refuse, tmp_path: Path, fresh: Path) -> None:

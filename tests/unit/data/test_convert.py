@@ -15,12 +15,13 @@ import pytest
 
 from spile.data.convert import ANSWERS, CHALLENGES, RowSelection, Unique, convert
 from spile.data.sources import open_source
-from spile.data.tables import Hub
+from spile.data.tables import Columns, Hub
 from spile.errors import DataError, SpecError, StoreError
 
 Task = Callable[..., dict[str, Any]]
 Write = Callable[..., str]
 G = [[1, 2], [3, 4]]
+TEXT = Columns(frozenset({"text"}))
 
 
 def pairs(count: int = 3, last: list[list[int]] = [[5]]) -> list[Any]:  # noqa: B006
@@ -187,7 +188,10 @@ def test_unique_finds_the_first_repeat() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing.jsonl", r"no such dataset: .*missing.jsonl: expected a file, a folder, or owner/name on the hub"),
+        (
+            "missing.jsonl",
+            r"no such dataset: .*missing.jsonl\. Check --dataset, which is a file, a folder, or owner/name on the hub",
+        ),
         ("table.xlsx", r"table.xlsx has an unknown suffix: expected .jsonl, .*found .xlsx"),
         ("empty", r"empty contains no dataset"),
     ],
@@ -309,7 +313,7 @@ def test_a_hub_that_is_out_is_tried_again_and_then_gives_its_rows(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
-    assert [row.data for row in Hub("me/rows", "train", None, frozenset({"text"})).rows(0, None)] == [{"text": "a"}]
+    assert [row.data for row in Hub("me/rows", "train", None, TEXT).rows(0, None)] == [{"text": "a"}]
 
 
 def flickering(rows: list[dict[str, str]], *outages: tuple[int, Exception]) -> Callable[..., object]:
@@ -335,7 +339,7 @@ def test_a_hub_that_goes_out_in_the_middle_gives_every_row_once(monkeypatch: pyt
     load = flickering(rows, (4, Outage(503)), (7, ConnectionError("reset")), (9, Outage(429)))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
-    found = list(Hub("me/rows", "train", None, frozenset({"text"})).rows(2, None))
+    found = list(Hub("me/rows", "train", None, TEXT).rows(2, None))
     assert [(row.number, row.data) for row in found] == list(enumerate(rows))[2:]
 
 
@@ -354,7 +358,7 @@ def test_a_hub_that_stays_out_in_the_middle_is_a_failure_and_not_a_short_dataset
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(generate))
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.2")
-    rows = Hub("me/rows", "train", None, frozenset({"text"})).rows(0, None)
+    rows = Hub("me/rows", "train", None, TEXT).rows(0, None)
     assert next(rows).data == {"text": "0"}
     with pytest.raises(StoreError, match="the hub cannot be reached for me/rows") as caught:
         next(rows)
@@ -373,5 +377,5 @@ def test_a_refusal_of_the_hub_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(StoreError, match="me/rows cannot be read: found Outage: 403"):
-        next(Hub("me/rows", "train", None).rows(0, None))
+        next(Hub("me/rows", "train", None, TEXT).rows(0, None))
     assert len(asked) == 1

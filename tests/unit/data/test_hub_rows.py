@@ -15,7 +15,7 @@ import pytest
 from spile.data import stream as stream_module
 from spile.data.sources import open_input
 from spile.data.stream import open_stream
-from spile.data.tables import Hub
+from spile.data.tables import Columns, Hub
 from spile.data.tokens import Tokenizer
 from spile.errors import RunMismatch, SpecError
 from spile.spec.identity import StreamIdentity
@@ -26,7 +26,7 @@ from spile_fakes.hub import COMMIT, DatasetHub
 
 pytest.importorskip("datasets")
 pytest.importorskip("pyarrow")
-COLUMNS = frozenset({"text", "id"})
+COLUMNS = Columns(frozenset({"text", "id"}))
 
 
 def write_files(folder: Path, files: int, rows: int, groups: int) -> Path:

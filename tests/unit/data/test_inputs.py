@@ -129,7 +129,7 @@ def test_a_column_of_a_csv_file_is_kept_with_the_text(tmp_path: Path, chatml: To
         ("x.json", "[1, 2]", "row 0: expected a usable row, found an element that is neither"),
         ("x.json", "3", "expected a list of rows"),
         ("x.txt", b"good\n\xff\xfe\n", "x.txt line 2: expected a usable row, found a line that is not UTF-8 text"),
-        ("x.xlsx", "", "x.xlsx"),
+        ("x.xlsx", "", "x.xlsx has an unknown suffix"),
     ],
 )
 def test_files_that_cannot_be_read_are_one_line(
@@ -363,11 +363,11 @@ def test_repeated_values_of_a_parquet_file_are_not_multiplied(tmp_path: Path) ->
     """A file of a kilobyte whose rows are 300 times the same text of a megabyte."""
     import pyarrow
 
-    from spile.data.tables import Parquet
+    from spile.data.tables import Columns, Parquet
 
     path = parquet(tmp_path / "x.parquet", [{"text": "word " * 200_000}] * 300)
     before, most = pyarrow.total_allocated_bytes(), 0
-    for row in Parquet(Path(path), path, frozenset({"text"})).rows(0, None):
+    for row in Parquet(Path(path), path, Columns(frozenset({"text"}))).rows(0, None):
         assert len(row.data["text"]) == 1_000_000
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 50e6
@@ -383,7 +383,7 @@ def test_a_huge_row_of_a_parquet_file_is_refused_before_it_is_copied(
     path = parquet(
         tmp_path / "x.parquet", [{"text": f"{number} " + "x" * 300} for number in range(7)] + [{"text": "y" * 2000}]
     )
-    rows = tables.Parquet(Path(path), path, frozenset({"text"})).rows(start, None)
+    rows = tables.Parquet(Path(path), path, tables.Columns(frozenset({"text"}))).rows(start, None)
     assert [next(rows).data["text"][0] for _ in range(start, 7)] == [str(number) for number in range(start, 7)]
     with pytest.raises(DataError, match="row 7: expected at most 0 MiB in a row, found more"):
         next(rows)
