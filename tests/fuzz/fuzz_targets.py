@@ -552,7 +552,7 @@ class Targets:
         shard = Commit.from_bytes((self._dataset / "tpu_0/commits/0001.json").read_bytes(), "c").shards[0]
         name = "predictions_0001-abcdef.jsonl"
         encoder = parse_encoder(ENCODERS[0])
-        text, turned = encoder.to_text([[1, 2], [3, 4]]), draw(0, "t", 3, 2).record()
+        text, turned = encoder.to_text([[1, 2], [3, 4]]), draw(0, "t", 3, 2)
         valid = b"".join(
             Prediction(number, "t", text, (5, 6), (-0.5, -0.25), "stop", turned).line() for number in shard.samples
         )

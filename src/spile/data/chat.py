@@ -60,16 +60,9 @@ class TemplateProcess:
             answer = self._ask(request)
         if "text" in answer:
             return answer["text"]
-        message = answer["message"]
-        match answer["error"]:
-            case "syntax":
-                raise ModelError("the model's chat template cannot be read", found=message)
-            case "refused":
-                raise DataError("the model's chat template refuses these messages", found=message)
-            case "limit":
-                raise DataError("the model's chat template fails on these messages", found=f"it exceeds the {message}")
-            case _:
-                raise DataError("the model's chat template fails on these messages", found=message)
+        if answer["error"] == "syntax":
+            raise ModelError("the model's chat template cannot be read", found=answer["message"])
+        raise DataError(f"the model's chat template {answer['error']} these messages", found=answer["message"])
 
     def _ask(self, request: bytes) -> dict[str, str]:
         if self._child is None:
@@ -87,7 +80,7 @@ class TemplateProcess:
             return answer
         self.close()
         limits = f"{template_child.CPU_SECONDS} s of CPU time or {template_child.MEMORY_BYTES >> 20} MiB of memory"
-        return {"error": "limit", "message": f"limit of {limits}"}
+        return {"error": template_child.FAILS, "message": f"it exceeds the limit of {limits}"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         program = str(Path(template_child.__file__))

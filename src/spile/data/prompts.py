@@ -129,13 +129,12 @@ class Drafter:
 
     def _arc(self, task: Task, index: int, place: str, kept: dict[str, object] | None) -> Draft:
         variant = index % self.prompt.predictions_per_task
-        changed, how = augment(task, self.seed, variant)
+        changed, augmentation = augment(task, self.seed, variant)
         messages = arc_messages(changed, self._encoder, self.prompt.version)
         messages = _fold_system(messages) if self._fold else messages
         rendered = plain_text(messages) if self.template is None else self._render(messages, place)
-        record = how.record() if variant else None
         templated = self.template is not None
-        return Draft(index, task.task_id, rendered.text, rendered.spans, templated, record, kept=kept)
+        return Draft(index, task.task_id, rendered.text, rendered.spans, templated, augmentation, kept=kept)
 
     def _render(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
         assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one

@@ -32,6 +32,8 @@ MAX_TEXT = 1 << 26
 """Characters of one rendered text."""
 MAX_MESSAGE = 500
 """Characters of the message of an error, which a template can make as long as a text."""
+FAILS = "fails on"
+"""The error of a template that raises an exception or exceeds a limit."""
 TODAY = datetime(2024, 7, 26)
 """The date that ``strftime_now`` returns."""
 
@@ -85,11 +87,12 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
     except TemplateSyntaxError as error:
         return {"error": "syntax", "message": str(error)[:MAX_MESSAGE]}
     except (TemplateError, TypeError, ValueError) as error:
-        return {"error": "refused", "message": str(error)[:MAX_MESSAGE]}
+        return {"error": "refuses", "message": str(error)[:MAX_MESSAGE]}
     except (MemoryError, RecursionError) as error:
-        return {"error": "limit", "message": "memory" if isinstance(error, MemoryError) else "recursion depth"}
+        limit = "memory" if isinstance(error, MemoryError) else "recursion depth"
+        return {"error": FAILS, "message": f"it exceeds the {limit}"}
     except Exception as error:  # noqa: BLE001  a template is a program and can raise anything
-        return {"error": "failed", "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
+        return {"error": FAILS, "message": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]}
 
 
 def main() -> None:
@@ -105,7 +108,7 @@ def main() -> None:
         try:
             answer = json.dumps(_answer(json.loads(line)))
         except (MemoryError, RecursionError):
-            answer = json.dumps({"error": "limit", "message": "memory"})
+            answer = json.dumps({"error": FAILS, "message": "it exceeds the memory"})
         sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()
 

@@ -64,7 +64,6 @@ class MinimalGridEncoder(GridEncoder):
         return "\n".join([bytes(row).translate(_DIGITS).decode() for row in grid])
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         return self._digits([list(line) for line in text.split("\n")], text)
 
 
@@ -84,7 +83,6 @@ class GridWithSeparationEncoder(GridEncoder):
         return "\n".join([self.symbol.join(map(str, row)) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         return self._digits([line.split(self.symbol) for line in text.split("\n")], text)
 
 
@@ -103,7 +101,6 @@ class RepeatNumberEncoder(GridEncoder):
         return "\n".join(["".join([str(cell) * self.n for cell in row]) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         rows = [[line[i : i + self.n] for i in range(0, len(line), self.n)] for line in text.split("\n")]
         if any(cell != cell[0] * self.n for row in rows for cell in row):
             raise self._unreadable(text)
@@ -134,7 +131,6 @@ class ReplaceNumberEncoder(GridEncoder):
         return "\n".join(["".join([self.symbols[cell] for cell in row]) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         grid = [[self._numbers[symbol] for symbol in self._pattern.findall(line)] for line in text.split("\n")]
         if grid_problem(grid) is not None or self.to_text(grid) != text:
             raise self._unreadable(text)
@@ -152,7 +148,6 @@ class RowNumberEncoder(GridEncoder):
         return "\n".join([f"{n} {line}" for n, line in enumerate(self.base.to_text(grid).split("\n"), 1)])
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         lines = text.split("\n")
         if any(not line.startswith(f"{n} ") for n, line in enumerate(lines, 1)):
             raise self._unreadable(text)
@@ -170,7 +165,6 @@ class GridShapeEncoder(GridEncoder):
         return f"size {len(grid)}x{len(grid[0])}\n{self.base.to_text(grid)}"
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`; the size must be the grid's."""
         header, _, body = text.partition("\n")
         grid = self.base.to_grid(body)
         if header != f"size {len(grid)}x{len(grid[0])}":
@@ -189,25 +183,12 @@ class GridCodeBlockEncoder(GridEncoder):
         return f"```grid\n{self.base.to_text(grid)}\n```"
 
     def to_grid(self, text: str) -> Grid:
-        """The inverse of :meth:`to_text`."""
         if not (text.startswith("```grid\n") and text.endswith("\n```") and len(text) > 12):
             raise self._unreadable(text)
         return self.base.to_grid(text[8:-4])
 
 
-ENCODERS: dict[str, Callable[..., GridEncoder]] = {
-    kind.__name__: kind
-    for kind in (
-        MinimalGridEncoder,
-        GridWithSeparationEncoder,
-        GridCodeBlockEncoder,
-        GridShapeEncoder,
-        RowNumberEncoder,
-        RepeatNumberEncoder,
-        ReplaceNumberEncoder,
-    )
-}
-"""The encoders by name."""
+ENCODERS: dict[str, Callable[..., GridEncoder]] = {kind.__name__: kind for kind in GridEncoder.__subclasses__()}
 _ARGUMENTS: dict[str, tuple[str, tuple[type, ...]]] = {
     "str": ("a string", (str,)),
     "int": ("a number", (int,)),

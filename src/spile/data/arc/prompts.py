@@ -7,8 +7,8 @@ another machine or a resumed run makes the same variant. Variant 0 is the task i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from spile.data.arc.encoders import GridEncoder
 from spile.data.arc.grids import Grid, Pair, Task
@@ -33,44 +33,32 @@ def _random_numbers(key: Sequence[object]) -> Iterator[int]:
         block += 1
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """An augmentation of a task, applied in this order: rotation, mirroring, recolouring; and the examples' order."""
+Augmentation = dict[str, Any]
+"""How a variant differs from its task, as it is stored with a sample. The grids are changed in this order:
 
-    rotation: int
-    """Quarter turns counter-clockwise, 0 to 3."""
-    flip: bool
-    """Mirrored left to right, after the rotation."""
-    colors: tuple[int, ...]
-    """``colors[old]`` is the new colour."""
-    order: tuple[int, ...]
-    """``order[i]`` is the index of the original training pair at position ``i``."""
-
-    def record(self) -> dict[str, object]:
-        """Return the augmentation as it is stored with a sample."""
-        return {"rotation": self.rotation, "flip": self.flip, "colors": list(self.colors), "order": list(self.order)}
+- ``rotation``: quarter turns counter-clockwise, 0 to 3
+- ``flip``: whether they are mirrored left to right
+- ``colors``: ``colors[old]`` is the new colour
+- ``order``: ``order[i]`` is the index of the original training pair at position ``i``
+"""
 
 
 def draw(seed: int, task_id: str, variant: int, pairs: int) -> Augmentation:
-    """Return the augmentation of one variant."""
+    """Return the augmentation of one variant of a task with ``pairs`` training pairs."""
     if variant == 0:
-        return Augmentation(0, False, tuple(range(10)), tuple(range(pairs)))
+        return {"rotation": 0, "flip": False, "colors": list(range(10)), "order": list(range(pairs))}
     key = ("augment", seed, task_id, variant)
     turns = next(_random_numbers((*key, "turns"))) % 8
-    return Augmentation(
-        rotation=turns % 4,
-        flip=turns >= 4,
-        colors=tuple(shuffled(10, *key, "colors")),
-        order=tuple(shuffled(pairs, *key, "order")),
-    )
+    colors, order = shuffled(10, *key, "colors"), shuffled(pairs, *key, "order")
+    return {"rotation": turns % 4, "flip": turns >= 4, "colors": colors, "order": order}
 
 
-def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
-    """Return a variant of the task and its augmentation."""
-    drawn = draw(seed, task.task_id, variant, len(task.train))
+def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation | None]:
+    """Return a variant of the task and its augmentation, which is None for the task itself."""
     if variant == 0:
-        return task, drawn
-    pairs = [task.train[number] for number in drawn.order]
+        return task, None
+    drawn = draw(seed, task.task_id, variant, len(task.train))
+    pairs = [task.train[number] for number in drawn["order"]]
     changed = Task(
         task.task_id,
         tuple(Pair(apply(pair.input, drawn), apply(pair.output, drawn)) for pair in pairs),
@@ -82,24 +70,20 @@ def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation]:
 
 def apply(grid: Grid, augmentation: Augmentation) -> Grid:
     """Apply the augmentation to one grid."""
-    for _ in range(augmentation.rotation):
+    for _ in range(augmentation["rotation"]):
         grid = _rotate(grid)
-    rows = [row[::-1] for row in grid] if augmentation.flip else grid
-    return [[augmentation.colors[cell] for cell in row] for row in rows]
+    rows = [row[::-1] for row in grid] if augmentation["flip"] else grid
+    return [[augmentation["colors"][cell] for cell in row] for row in rows]
 
 
-def revert(grid: Grid, augmentation: Augmentation | Mapping[str, object] | None) -> Grid:
-    """Undo the augmentation of a grid; accepts the stored form of the augmentation too."""
+def revert(grid: Grid, augmentation: Augmentation | None) -> Grid:
+    """Undo the augmentation of a grid."""
     if augmentation is None:
         return grid
-    record = augmentation.record() if isinstance(augmentation, Augmentation) else augmentation
-    rotation, colors = record["rotation"], record["colors"]
-    if not (isinstance(rotation, int) and isinstance(colors, list | tuple)):
-        raise TypeError(f"no augmentation: {record!r}")
-    old = {new: number for number, new in enumerate(colors)}
+    old = {new: number for number, new in enumerate(augmentation["colors"])}
     rows = [[old[cell] for cell in row] for row in grid]
-    rows = [row[::-1] for row in rows] if record["flip"] else rows
-    for _ in range(-rotation % 4):
+    rows = [row[::-1] for row in rows] if augmentation["flip"] else rows
+    for _ in range(-augmentation["rotation"] % 4):
         rows = _rotate(rows)
     return rows
 
@@ -140,10 +124,7 @@ VERSIONS: dict[str, tuple[str, Callable[[Task, GridEncoder], str]]] = {
     "output-from-examples-v0": (_OUTPUT_V0, _examples),
     "output-from-examples-v1": (_OUTPUT_V1, _examples),
     "input-from-inputs-v0": (_INPUTS, lambda task, text: _numbered((pair.input for pair in task.train), text)),
-    "output-from-outputs-v0": (
-        _OUTPUTS,
-        lambda task, text: _numbered((pair.output for pair in task.train), text),
-    ),
+    "output-from-outputs-v0": (_OUTPUTS, lambda task, text: _numbered((pair.output for pair in task.train), text)),
 }
 """The instruction of each version, and the function that writes the grids."""
 
