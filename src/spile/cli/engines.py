@@ -157,7 +157,7 @@ def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
 
     part, most = RowRange.parse(spec.data.split), _STREAMS_PER_WORKER * workers
     source = open_source(dataset, column=spec.data.prompt.column, split=part.split, config_name=spec.data.config_name)
-    usable = (row for row in source.rows(part.start, part.stop) if row.problem is None)
+    usable = (row for row in part.rows(source) if row.problem is None)
     rows = sum(1 for _ in islice(usable, most * _ROWS_PER_STREAM))
     return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
 

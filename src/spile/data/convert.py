@@ -22,7 +22,7 @@ import orjson
 
 from spile.data.arc.grids import task_problem
 from spile.data.rows import PAIRS, TOKENS, arc_task_id, rejected_line, row_id
-from spile.data.sources import open_source
+from spile.data.sources import RowRange, open_source
 from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
 from spile.objects.local import write_errors
@@ -182,7 +182,7 @@ def usable(
     ``progress`` gets the tally now and then, and at the end.
     """
     kind: Kind | None = "arc" if arc_only else None
-    for row in source.rows(selection.start_index, selection.end_index):
+    for row in RowRange(None, selection.start_index, selection.end_index).rows(source):
         if selection.max_samples is not None and tally.samples >= selection.max_samples:
             break
         tally.rows += 1

@@ -51,8 +51,8 @@ class FileSource(RowSource):
 class Jsonl(FileSource):
     """A file with one JSON object per line."""
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        for line in islice(StreamFile(self.location).lines(), start, stop):
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        for line in StreamFile(self.location).lines(start):
             place = f"line {line.number}"
             try:
                 yield SourceRow(line.index, orjson.loads(line.raw), place, line.raw)
@@ -69,7 +69,7 @@ class JsonFile(FileSource):
 
     column: str
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
         content = bytearray()
         for chunk in StreamFile(self.location).chunks():
             content += chunk
@@ -81,10 +81,10 @@ class JsonFile(FileSource):
         try:
             document = orjson.loads(bytes(content).removeprefix(b"\xef\xbb\xbf"))
         except orjson.JSONDecodeError:
-            yield from Jsonl(self.location).rows(start, stop)
+            yield from Jsonl(self.location).rows(start)
             return
         if isinstance(document, list):
-            for number, element in enumerate(document[start:stop], start):
+            for number, element in enumerate(document[start:], start):
                 yield _element(number, element, self.column)
             return
         if not isinstance(document, dict):
@@ -96,7 +96,7 @@ class JsonFile(FileSource):
         elif not all(isinstance(task, dict) and "train" in task for task in document.values()):
             yield SourceRow(0, document, "row 0")
             return
-        for number, (name, task) in enumerate(islice(document.items(), start, stop), start):
+        for number, (name, task) in enumerate(islice(document.items(), start, None), start):
             yield _named(number, task, name, f"task {name}")
 
 
@@ -106,7 +106,7 @@ class Csv(FileSource):
 
     columns: Columns
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
         records = self._records()
         _, header = next(records, (0, []))
         if not header:
@@ -115,7 +115,7 @@ class Csv(FileSource):
         if repeated := [name for name in names if header.count(name) > 1]:
             fix = "rename one of the columns"
             raise DataError(f"{self.location} has two columns named {repeated[0]!r}", fix=fix)
-        for number, (line, cells) in islice(enumerate(records), start, stop):
+        for number, (line, cells) in islice(enumerate(records), start, None):
             if len(cells) == len(header):
                 row = dict(zip(header, cells, strict=True))
                 yield SourceRow(number, {name: row[name] for name in names}, f"line {line}")
@@ -162,8 +162,8 @@ class TextFile(FileSource):
 
     column: str
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        for line in islice(StreamFile(self.location).lines(), start, stop):
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        for line in StreamFile(self.location).lines(start):
             place = f"line {line.number}"
             try:
                 yield SourceRow(line.index, {self.column: line.raw.decode().strip()}, place)
@@ -180,8 +180,8 @@ class FileFolder(RowSource):
     location: str
     column: str
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        for number, path in enumerate(self.files[start:stop], start):
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        for number, path in enumerate(self.files[start:], start):
             name = path.relative_to(self.folder).as_posix()
             try:
                 content = path.read_bytes()
@@ -231,8 +231,8 @@ class PythonRows(RowSource):
     def count(self) -> int | None:
         return len(self.data) if hasattr(self.data, "__len__") else None
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        for number, element in islice(enumerate(elements(self.data)), start, stop):
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        for number, element in islice(enumerate(elements(self.data)), start, None):
             row = _element(number, plain_value(element), self.column)
             yield row if row.data is None else replace(row, data=self._used(row.data))
 
@@ -291,6 +291,11 @@ class RowRange:
             raise SpecError("--split", expected="a split, or rows of one: train, train[:1000]", found=repr(text))
         return cls(found[1], int(found[2] or 0), int(found[3]) if found[3] else None)
 
+    def rows(self, source: RowSource, first: int = 0) -> Iterator[SourceRow]:
+        """Return the rows of the range, from its row ``first`` on."""
+        start = self.start + first
+        return islice(source.rows(start), None if self.stop is None else max(0, self.stop - start))
+
 
 def default_keep(dataset: str) -> tuple[str, ...]:
     """Return the fields of each row that are kept without ``--keep``."""
@@ -340,7 +345,7 @@ def open_source(
 def _open_file(dataset: str, column: str, columns: Columns) -> RowSource:
     match Path(dataset).suffix:
         case ".parquet":
-            return Parquet(None if "://" in dataset else Path(dataset).expanduser(), dataset, columns)
+            return Parquet(dataset, columns)
         case ".json":
             return JsonFile(dataset, column)
         case ".csv" | ".tsv" | ".tab":
@@ -446,7 +451,7 @@ def estimate_rows(spec: DataSpec) -> int | None:
 def _json_lines(source: RowSource, part: RowRange, location: str, bad_rows: BadRows, first: int = 0) -> Iterator[bytes]:
     """Yield the rows of ``part`` from its row ``first`` on, as lines of JSON in blocks."""
     block = bytearray()
-    for row in source.rows(part.start + first, part.stop):
+    for row in part.rows(source, first):
         if row.problem is not None and bad_rows == "error":
             fix = "correct or leave out the row, or extract with --bad-rows skip"
             raise DataError(f"{location} {row.place}", expected="a usable row", found=row.problem, fix=fix)

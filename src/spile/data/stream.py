@@ -103,20 +103,23 @@ class SampleStream:
     """The hash of the file or, of a streamed dataset, of its first ``head`` rows."""
     lines: int | None
     """The number of rows; None for a streamed dataset, which is read during the run."""
-    prompt: PromptSpec
-    """The prompt options, with the kind resolved."""
     streams: int | None
     """The number of streams of the split; None if no ``streams.json`` lists this stream under its number."""
     split: str | None
     """The digest of that split."""
+    head: int | None
+    """For a streamed dataset: the number of rows that were read and checked before the run."""
     _spec: DataSpec
     _tokenizer: Tokenizer
+    _drafter: Drafter
     _file: StreamFile
     _parts: Sequence[Part] | None
     """All rows; None for a streamed dataset."""
-    _vocabulary: int | None = None
-    head: int | None = None
-    """For a streamed dataset: the number of rows that were read and checked before the run."""
+
+    @property
+    def prompt(self) -> PromptSpec:
+        """The prompt options, with the kind resolved."""
+        return self._drafter.prompt
 
     @property
     def samples(self) -> int | None:
@@ -156,8 +159,7 @@ class SampleStream:
         """
         others = Ranges([(0, index), (index + 1, BEYOND)])
         reader = self._pass(partial(self._needed, others), parts, end)
-        drafter = Drafter.of(self.prompt, self._spec, self._tokenizer)
-        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, drafter, reader)
+        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, reader)
         found = next((draft.task_id for draft in drafts), f"sample-{index}")
         return found, reader.parts if self._parts is None else ()
 
@@ -173,19 +175,18 @@ class SampleStream:
 
     def _chunks(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield samples in chunks and, if all rows were read, the number of all samples."""
-        drafter = Drafter.of(self.prompt, self._spec, self._tokenizer, self._vocabulary)
         if self.prompt.pack:
-            yield from self._windows(done, drafter, reader)
+            yield from self._windows(done, reader)
             return
         limit = min(self._spec.max_samples or BEYOND, _end_of_wanted(done))
-        for drafts in _chunked(self._drafts(done, limit, drafter, reader)):
+        for drafts in _chunked(self._drafts(done, limit, reader)):
             encoded = iter(_encode([draft for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
             yield [draft if isinstance(draft, Skip) else self._finished(draft, next(encoded)) for draft in drafts]
         samples = sum(part.rows for part in reader.parts) * self.prompt.predictions_per_task
         if samples <= limit:
             yield samples
 
-    def _drafts(self, done: Ranges, limit: int, drafter: Drafter, reader: PartReader) -> Iterator[Draft | Skip]:
+    def _drafts(self, done: Ranges, limit: int, reader: PartReader) -> Iterator[Draft | Skip]:
         count = self.prompt.predictions_per_task
         for line in reader.lines():
             first = line.index * count
@@ -198,7 +199,7 @@ class SampleStream:
             place = f"{self.location} {number}"
             try:
                 row = parse_row(line.raw, place)
-                drafts = list(drafter.drafts(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
+                drafts = list(self._drafter.drafts(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
             except DataError as error:
                 if self._spec.bad_rows == "error":
                     raise
@@ -208,10 +209,10 @@ class SampleStream:
             else:
                 yield from drafts
 
-    def _windows(self, done: Ranges, drafter: Drafter, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
+    def _windows(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield packed sequences and, if all rows were read, their number."""
         limit, index = self._spec.max_samples or BEYOND, 0
-        for name, tokens in pack(self._documents(drafter, reader), self._spec.max_seq_length, self._tokenizer):
+        for name, tokens in pack(self._documents(reader), self._spec.max_seq_length, self._tokenizer):
             if index >= limit:
                 return
             if index not in done:
@@ -220,9 +221,9 @@ class SampleStream:
             index += 1
         yield index
 
-    def _documents(self, drafter: Drafter, reader: PartReader) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
+    def _documents(self, reader: PartReader) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
-        for items in _chunked(self._drafts(Ranges(), BEYOND, drafter, reader)):
+        for items in _chunked(self._drafts(Ranges(), BEYOND, reader)):
             drafts = [item for item in items if isinstance(item, Draft)]
             texts = [draft.text for draft in drafts]
             for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
@@ -298,15 +299,14 @@ def open_stream(
         location=file.location,
         sha256=digest.hexdigest() if head is None else head,
         lines=None if streamed else rows,
-        prompt=drafter.prompt,
         streams=streams,
         split=split,
+        head=rows if streamed else None,
         _spec=spec,
         _tokenizer=tokenizer,
+        _drafter=drafter,
         _file=file,
         _parts=None if streamed else reader.parts,
-        _vocabulary=vocabulary,
-        head=rows if streamed else None,
     )
 
 

@@ -7,7 +7,7 @@ import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -61,8 +61,8 @@ class RowSource(ABC):
         return {"dataset": self.location}
 
     @abstractmethod
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        """Yield rows from number ``start`` up to, but not including, ``stop``."""
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        """Yield the rows from number ``start`` on."""
 
     @abstractmethod
     def count(self) -> int | None:
@@ -98,42 +98,42 @@ class Columns(NamedTuple):
 class Parquet(RowSource):
     """A Parquet file, read in batches of rows and only the columns that are needed."""
 
-    path: Path | None
-    """None for an object in a bucket, which is fetched first."""
     location: str
     columns: Columns
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
-        count = None if stop is None else stop - start
-        return (SourceRow(n, data, f"row {n}") for n, data in enumerate(islice(self._records(start), count), start))
-
-    def count(self) -> int | None:
-        from pyarrow import parquet
-
-        return None if self.path is None else int(parquet.read_metadata(self.path).num_rows)
-
-    def _records(self, start: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows from ``start`` on; row groups before it are not read."""
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
         try:
             import pyarrow.parquet
         except ImportError as error:
             raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
         try:
             with self._opened() as content:
-                yield from parquet_rows(content, start, self.columns, self.location)
+                for number, data in enumerate(parquet_rows(content, start, self.columns, self.location), start):
+                    yield SourceRow(number, data, f"row {number}")
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
 
-    def _opened(self) -> IO[bytes]:
-        if self.path is not None:
-            return self.path.open("rb")
-        with ExitStack() as stack:
-            file = stack.enter_context(tempfile.TemporaryFile())
+    def count(self) -> int | None:
+        from pyarrow import parquet
+
+        return None if "://" in self.location else int(parquet.read_metadata(self._path).num_rows)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.location).expanduser()
+
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        """Open the file. An object in a bucket is fetched to a temporary file first."""
+        if "://" not in self.location:
+            with self._path.open("rb") as file:
+                yield file
+            return
+        with tempfile.TemporaryFile() as copy:
             for chunk in fetch(self.location):
-                file.write(chunk)
-            file.seek(0)
-            stack.pop_all()  # the caller closes the file
-            return file
+                copy.write(chunk)
+            copy.seek(0)
+            yield copy
 
 
 def parquet_rows(
@@ -228,13 +228,13 @@ class Hub(RowSource):
         pin = {} if self.revision is None else {"revision": self.revision}
         return {"dataset": self.location, "split": self.split, "config_name": self.config_name, **pin}
 
-    def rows(self, start: int, stop: int | None) -> Iterator[SourceRow]:
+    def rows(self, start: int = 0) -> Iterator[SourceRow]:
         """Yield rows from ``start``. If the hub becomes unreachable, retry from the first row that was not received."""
         if find_spec("datasets") is None:
             raise DataError("datasets of the hub need the datasets library", fix="run: pip install 'spile[data]'")
         number = start
         while True:
-            rows = self._retry(partial(self._open, number, stop))
+            rows = self._retry(partial(self._open, number))
             try:
                 for data in rows:
                     yield SourceRow(number, data, f"row {number}")
@@ -251,12 +251,10 @@ class Hub(RowSource):
         return self._retry(self._count)
 
     def _count(self) -> int | None:
-        from datasets import load_dataset_builder
         from huggingface_hub import HfFileSystem
         from pyarrow import parquet
 
-        builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
-        known = (builder.info.splits or {}).get(self.split)
+        known = (self._builder.info.splits or {}).get(self.split)
         if known is not None and known.num_examples:
             return int(known.num_examples)
         if self.folder is not None or not self._parquet_files:
@@ -282,32 +280,34 @@ class Hub(RowSource):
         except RequestFailure as outage:
             raise _unreachable(self.name, outage.cause) from outage
 
-    def _open(self, start: int, stop: int | None) -> Iterator[Any]:
-        """Return the rows of a range after receiving the first of them.
+    def _open(self, start: int) -> Iterator[Any]:
+        """Return the rows from ``start`` on after receiving the first of them.
 
         Parquet files of a pinned dataset are read from the right row group on.
         """
         from datasets import load_dataset
 
         if self.revision is not None and self._parquet_files:
-            rows = islice(self._records(start), None if stop is None else stop - start)
+            rows = self._records(start)
         else:
             pin = {} if self.revision is None else {"revision": self.revision}
             dataset = load_dataset(self.name, self.config_name, split=self.split, streaming=True, **pin)
             if dataset.column_names is not None:
                 dataset = dataset.select_columns(self.columns.choose(dataset.column_names, self.name))
-            dataset = dataset.skip(start) if start else dataset
-            rows = iter(dataset if stop is None else dataset.take(stop - start))
+            rows = iter(dataset.skip(start) if start else dataset)
         return chain(list(islice(rows, 1)), rows)
 
     @cached_property
-    def _parquet_files(self) -> list[str]:
-        """The addresses of the split's Parquet files; an empty list if the dataset has another format."""
+    def _builder(self) -> Any:
         from datasets import load_dataset_builder
 
-        builder = load_dataset_builder(self.name, self.config_name, revision=self.revision)
-        files = (builder.config.data_files or {}).get(self.split, [])
-        return list(files) if type(builder).__module__.endswith(".parquet") else []
+        return load_dataset_builder(self.name, self.config_name, revision=self.revision)
+
+    @property
+    def _parquet_files(self) -> list[str]:
+        """The addresses of the split's Parquet files; an empty list if the dataset has another format."""
+        files = (self._builder.config.data_files or {}).get(self.split, [])
+        return list(files) if type(self._builder).__module__.endswith(".parquet") else []
 
     def _records(self, start: int) -> Iterator[dict[str, Any]]:
         """Yield the rows of the Parquet files from ``start`` on. Of the files before, only the footers are read."""

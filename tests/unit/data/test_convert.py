@@ -313,7 +313,7 @@ def test_a_hub_that_is_out_is_tried_again_and_then_gives_its_rows(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
-    assert [row.data for row in Hub("me/rows", "train", None, TEXT).rows(0, None)] == [{"text": "a"}]
+    assert [row.data for row in Hub("me/rows", "train", None, TEXT).rows()] == [{"text": "a"}]
 
 
 def flickering(rows: list[dict[str, str]], *outages: tuple[int, Exception]) -> Callable[..., object]:
@@ -339,7 +339,7 @@ def test_a_hub_that_goes_out_in_the_middle_gives_every_row_once(monkeypatch: pyt
     load = flickering(rows, (4, Outage(503)), (7, ConnectionError("reset")), (9, Outage(429)))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "30")
-    found = list(Hub("me/rows", "train", None, TEXT).rows(2, None))
+    found = list(Hub("me/rows", "train", None, TEXT).rows(2))
     assert [(row.number, row.data) for row in found] == list(enumerate(rows))[2:]
 
 
@@ -358,7 +358,7 @@ def test_a_hub_that_stays_out_in_the_middle_is_a_failure_and_not_a_short_dataset
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(generate))
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.2")
-    rows = Hub("me/rows", "train", None, TEXT).rows(0, None)
+    rows = Hub("me/rows", "train", None, TEXT).rows()
     assert next(rows).data == {"text": "0"}
     with pytest.raises(StoreError, match="the hub cannot be reached for me/rows") as caught:
         next(rows)
@@ -377,5 +377,5 @@ def test_a_refusal_of_the_hub_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(StoreError, match="me/rows cannot be read: found Outage: 403"):
-        next(Hub("me/rows", "train", None, TEXT).rows(0, None))
+        next(Hub("me/rows", "train", None, TEXT).rows())
     assert len(asked) == 1

@@ -367,7 +367,7 @@ def test_repeated_values_of_a_parquet_file_are_not_multiplied(tmp_path: Path) ->
 
     path = parquet(tmp_path / "x.parquet", [{"text": "word " * 200_000}] * 300)
     before, most = pyarrow.total_allocated_bytes(), 0
-    for row in Parquet(Path(path), path, Columns(frozenset({"text"}))).rows(0, None):
+    for row in Parquet(path, Columns(frozenset({"text"}))).rows():
         assert len(row.data["text"]) == 1_000_000
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 50e6
@@ -383,7 +383,7 @@ def test_a_huge_row_of_a_parquet_file_is_refused_before_it_is_copied(
     path = parquet(
         tmp_path / "x.parquet", [{"text": f"{number} " + "x" * 300} for number in range(7)] + [{"text": "y" * 2000}]
     )
-    rows = tables.Parquet(Path(path), path, tables.Columns(frozenset({"text"}))).rows(start, None)
+    rows = tables.Parquet(path, tables.Columns(frozenset({"text"}))).rows(start)
     assert [next(rows).data["text"][0] for _ in range(start, 7)] == [str(number) for number in range(start, 7)]
     with pytest.raises(DataError, match="row 7: expected at most 0 MiB in a row, found more"):
         next(rows)
