@@ -553,7 +553,6 @@ def _run_spec(
     taps: Sequence[str] | str | None,
     options: Mapping[str, Any],
 ) -> RunSpec:
-    """Return the run spec of a call."""
     given = {"data": data, "output": output, "taps": taps, **options}
     if isinstance(model, RunSpec):
         more = [name for name, value in given.items() if value is not None]

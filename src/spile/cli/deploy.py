@@ -112,7 +112,6 @@ class DeployFlags:
     """Use internal addresses for ssh."""
 
     def policy(self, budget: float | None) -> Policy:
-        """How patient the monitor is."""
         chosen = self.budget if self.budget is not None else budget
         return Policy(interval=self.interval, budget=chosen, delete_finished=not self.keep_finished)
 
@@ -279,7 +278,6 @@ class _Request:
         return f"{bucket}/{(self.flags.gcs_prefix or GCS_PREFIX).strip('/')}"
 
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
-        """Return the fleet with its work."""
         return deployment_of(
             fleet,
             self.run_spec(self.root(bucket), streams.url, streams.split),
@@ -305,7 +303,6 @@ class _Request:
         return request, request.work(fleet, bucket, streams)
 
     def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
-        """Return the run spec of every worker."""
         return worker_spec(self.flags, root, streams, split)
 
 
@@ -335,7 +332,6 @@ def _launch_hint(place: PlaceFlags, steps: DeployFlags, bucket: str, *, again: b
 
 
 def _flag_words(values: Mapping[str, Any]) -> list[str]:
-    """Return flags as a person would type them."""
     words: list[str] = []
     for key, value in values.items():
         name = key.replace("_", "-")
@@ -401,7 +397,6 @@ def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
 
 
 def _confirm_changes(fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
-    """Ask before something is replaced or removed."""
     if changed:
         what = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}"
         confirm(f"{what}. Replace it?", yes=yes)

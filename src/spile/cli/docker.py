@@ -59,7 +59,6 @@ class ContainerFlags:
     """Seconds that a worker has to commit when it is stopped."""
 
     def image_name(self) -> str:
-        """Return the name of the image."""
         return self.image or image_name(__version__, self.target)
 
     def device(self, *, here: bool) -> Device:

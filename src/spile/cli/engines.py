@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, redirect_stdout, suppress
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spile.cli.flags import log
 from spile.errors import DataError, Failure, SpecError, UserError, untrusted
+from spile.objects import open_folder
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
@@ -35,7 +36,6 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
     """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check
-    from spile.objects import open_folder
     from spile.store.snapshot import SnapshotReader
     from spile.store.stream import refuse_other_spec, write_spec
     from spile.view.engine import watched_engine
@@ -87,7 +87,6 @@ def part_workers(command: str, root: str, flags: WorkerFlags) -> Iterator[RunPar
 def _reading_check(place: str) -> ClusterCheck:
     """Return the check that a machine sees the dataset. Nothing is written: the dataset may be read-only."""
     from spile.launch.supervisor import ClusterCheck
-    from spile.objects import open_folder
 
     inputs = [f"{place.rstrip('/')}/{info.key}" for info in islice(open_folder(place).list(), 1)]
     return ClusterCheck(inputs=tuple(inputs))
@@ -142,7 +141,6 @@ def _is_place(name: str) -> bool:
 
 
 def _absolute_folder(place: str) -> str:
-    """Return a local folder as an absolute path."""
     return place if "://" in place else str(Path(place).expanduser().absolute())
 
 
@@ -168,17 +166,15 @@ def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) 
     A small dataset is split into files in the output folder. The workers read a large one directly, each the rows of
     its stream, so that the first batch does not wait for a pass over all rows.
     """
-    from spile.data.manifest import MANIFEST, StreamsManifest
+    from spile.data.manifest import read_manifest
     from spile.fleet.deploy import prepare_streams
-    from spile.objects import open_folder
-    from spile.objects.folder import NotFound
 
     if flags.dataset_dir is not None:
         return spec
     place = f"{spec.output.rstrip('/')}/{_STREAMS}"
     files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
-    with suppress(NotFound):
-        known = StreamsManifest.from_json(open_folder(place).get(MANIFEST), f"{place}/{MANIFEST}")
+    known = read_manifest(open_folder(place))
+    if known is not None:
         _refuse_other_split(known, flags, spec, asked, place)
         return files
     in_turn = _begun_without_split(spec, asked)
@@ -208,7 +204,6 @@ def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
 
 def _begun_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
     """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
-    from spile.objects import open_folder
     from spile.store.layout import SPEC
     from spile.store.stream import read_spec
 

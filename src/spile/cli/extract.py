@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import MANY, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, given, log
 from spile.errors import Interrupted, SpecError
-from spile.objects import is_remote
+from spile.objects import is_remote, open_folder
 from spile.spec.options import within
 from spile.spec.phase import Phase
 from spile.spec.run import BackfillSpec, RunSpec, parse_mesh_shape
@@ -39,7 +39,6 @@ class BackfillFlags:
 
     @property
     def asked(self) -> bool:
-        """Whether taps are to be added."""
         return self.add_taps is not None or self.to is not None
 
     def spec(self, flags: ExtractFlags) -> BackfillSpec:
@@ -140,7 +139,6 @@ def worker(
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
-    from spile.objects import open_folder
     from spile.store.claims import ClaimBook
     from spile.worker.claiming import default_worker_name, goal_of, work_on_claims
     from spile.worker.signals import exit_handler, handled
@@ -191,7 +189,6 @@ def _check_local_run(spec: RunSpec) -> None:
         SpecError: The bucket's local copy would go where that run is stored.
 
     """
-    from spile.objects import open_folder
     from spile.store.cleanup import stream_has_commits
     from spile.store.layout import existing_folder
     from spile.store.stream import read_run, read_stream
@@ -249,7 +246,6 @@ def run_stream(
 
 def _answers(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
     """Return the path of the answers, if all of them are there, and how to score those of ARC tasks."""
-    from spile.objects import open_folder
     from spile.store.stream import read_run
 
     if spec.generation is None or not summary.complete or summary.interrupted:
@@ -265,7 +261,6 @@ def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
     """Warn that a local copy started after the first commit and is therefore incomplete."""
     if spec.local_copy is None or spec.delete_local_after_upload:
         return
-    from spile.objects import open_folder
     from spile.store.streams import missing_from_copy
 
     if found := missing_from_copy(open_folder(spec.local_copy), home, spec.data.worker_id):

@@ -106,7 +106,6 @@ class RunFlags:
         return values
 
     def spec(self) -> RunSpec:
-        """Return the run spec that the flags ask for."""
         return make_spec(self.values(), infer=self.answers, source="flags")
 
     def stored_in(self, root: str) -> Self:
@@ -114,7 +113,6 @@ class RunFlags:
         return self.replaced(output=root, output_dir=None, local_copy=None, gcs_bucket=None, upload_to_gcs=None)
 
     def replaced(self, **changes: Any) -> Self:
-        """Return these flags with some of them changed."""
         return replace(self, **changes)
 
     def _output_and_copy(self) -> tuple[str | None, str | None]:
@@ -256,7 +254,6 @@ class PodFlags:
     """Seconds after which a silent host counts as dead."""
 
     def identity(self) -> Identity:
-        """Return this process's place in the pod."""
         from spile.planning.machines import parse_machine
         from spile.worker.pod.coordination import detect_cluster
         from spile.worker.pod.identity import find_identity, gce_metadata
@@ -302,16 +299,13 @@ class WorkerFlags:
 
     @property
     def asked(self) -> bool:
-        """Whether this is a run with several workers."""
         return self.engine is not None or self.num_workers is not None
 
     @property
     def name(self) -> str:
-        """The name of the engine."""
         return self.engine or "local"
 
     def request(self, output: str) -> EngineRequest:
-        """Return the request to the engine."""
         from spile.launch.engines import EngineRequest
 
         within("--num-workers", self.num_workers, 1, 10_000)
@@ -378,7 +372,6 @@ class HostFlags:
         return bool(self.hosts or self.tpu_prefix)
 
     def access(self) -> Access:
-        """Return how to log in."""
         from spile.hosts.hosts import Access
 
         return Access(user=self.user, key=self.ssh_key, options=tuple(self.ssh_option or ()))
@@ -411,13 +404,11 @@ class PlaceFlags:
     """Machines are named PREFIX-ZONE-N."""
 
     def client(self) -> CloudTpu:
-        """Return the client of the cloud."""
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
         return CloudTpu(read_settings(os.environ, project=self.project))
 
     def zone_list(self) -> tuple[str, ...]:
-        """Return the given zones."""
         from spile.fleet.cloud_tpu import gcloud_value
 
         text = self.zones or gcloud_value("compute", "zone", os.environ)
@@ -467,7 +458,6 @@ class MachineFlags:
     """The service account of the machines."""
 
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
-        """Return the fleet that these flags describe."""
         from spile.fleet.provider import NodeRequest
         from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
         from spile.fleet.spec import Policy as DefaultPolicy
@@ -538,7 +528,6 @@ def table_of(*columns: str, left: Collection[str] | None = None) -> Table:
 
 
 def print_result(result: NodeResult) -> None:
-    """Print one line for a machine."""
     detail = f": {result.detail}" if result.detail else ""
     line = f"{result.name} in {result.zone}: {result.what}{detail}"
     output(soft_wrap=True).print(line, style="red" if result.bad else None)

@@ -23,7 +23,7 @@ from spile.errors import SpecError
 from spile.models.architecture import flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
-from spile.planning.machines import HERE, Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
+from spile.planning.machines import Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import at_least
 from spile.spec.taps import Tap, row_bytes, tap_rows
@@ -32,7 +32,6 @@ from spile.view.table import output
 if TYPE_CHECKING:
     from spile.planning.bench import BenchResult
     from spile.planning.forecast import Forecast, ThisMachine
-    from spile.planning.timed_run import TimedRun
     from spile.planning.tpu_compiler import Fit
 
 _PLAN = Group("Plan", sort_key=0)
@@ -117,8 +116,7 @@ def plan(
         facts = None if here is None else here.record()
         print_json({**record, "rates": vars(rates), "this_machine": facts, "machines": planned})
     elif not compiles:
-        console.print(_uncompiled(bool(options.topology), available()))
-        for line in _memory_lines(found, [each.machine for each in estimates], every=bool(options.topology)):
+        for line in _unchecked_memory(found, [each.machine for each in estimates], chosen=bool(options.topology)):
             console.print(line)
     if options.budget is not None:
         _check_budget(estimates, options.budget, options.preemptible)
@@ -126,7 +124,6 @@ def plan(
 
 
 def read_prices(path: Path) -> Prices:
-    """Read the user's price file."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,27 +138,22 @@ def _check_budget(estimates: list[Estimate], budget: float, preemptible: bool) -
     estimates = [each for each in estimates if each.machine.price.on_demand]
     if not estimates:
         raise SpecError("--budget", expected="a machine with a price", found="none", fix="give prices with --prices")
-    cost = {id(each): each.dollars.preemptible if preemptible else each.dollars.on_demand for each in estimates}
-    refuse_over_budget(min(estimates, key=lambda each: cost[id(each)]), budget, preemptible=preemptible)
+    tier = "preemptible" if preemptible else "on_demand"
+    cheapest = min(estimates, key=lambda each: float(getattr(each.dollars, tier)))
+    refuse_over_budget(cheapest, budget, preemptible=preemptible)
 
 
-def _uncompiled(asked: bool, installed: bool) -> str:
-    if not installed:
-        return "Memory: not checked; pip install 'spile[tpu]' lets the real TPU compiler check it, here."
-    return (
-        "Memory: not checked; " + ("leave --no-compile out" if asked else "give a --topology") + " to compile for it."
-    )
+def _unchecked_memory(found: Forecast, machines: list[Machine], *, chosen: bool) -> Iterator[str]:
+    """Yield how to check the memory, and for each chosen machine, or each that is too small, an estimate of it."""
+    from spile.planning.tpu_compiler import available
 
-
-def _article(machine: Machine) -> str:
-    return machine.name if machine.name == HERE or "×" in machine.name else f"a {machine.name}"
-
-
-def _memory_lines(found: Forecast, machines: list[Machine], *, every: bool) -> list[str]:
-    """Return a line for each machine, or only for those whose memory is too small."""
+    how = "leave --no-compile out to compile for it" if chosen else "give a --topology to compile for it"
+    if not available():
+        how = "pip install 'spile[tpu]' lets the real TPU compiler check it, here"
+    yield f"Memory: not checked; {how}."
     lines = [_by_arithmetic(found, machine) for machine in machines]
-    few = [text for text, fits in lines if every or not fits]
-    return few or ["  by arithmetic, weights and two batches fit on each of these machines"]
+    shown = [text for text, fits in lines if chosen or not fits]
+    yield from shown or ["  by arithmetic, weights and two batches fit on each of these machines"]
 
 
 def _by_arithmetic(found: Forecast, machine: Machine) -> tuple[str, bool]:
@@ -182,25 +174,20 @@ def _by_arithmetic(found: Forecast, machine: Machine) -> tuple[str, bool]:
 
 
 def _print(
-    console: Console,
-    found: Forecast,
-    estimates: list[Estimate],
-    prices: Prices,
-    rates: Rates,
-    here: ThisMachine | None,
+    console: Console, found: Forecast, estimates: list[Estimate], prices: Prices, rates: Rates, here: ThisMachine | None
 ) -> None:
     volume, lengths = found.volume, found.lengths
     spread = f"± {2 * lengths.error:.1%}" if len(lengths.counted) > 1 else "too few to estimate the error"
     how = "all counted" if lengths.exact else f"{len(lengths.counted):,} counted, {spread}"
     about = "" if lengths.head is None else "about "
     basis = "" if lengths.head is None else f" (an estimate from the first {counted(lengths.head, 'row')})"
+    positions = "" if volume.rows is None else f", rows of {volume.rows:,} tokens (--positions {found.spec.positions})"
     rows = [
         ("model", f"{found.model}: {found.config.n_layers} layers of {found.config.d_model}"),
         ("data", f"{found.location}: {about}{counted(volume.samples, 'sample')}{basis}"),
         ("tokens", f"{about}{volume.tokens:,} ({how}; {lengths.mean:,.0f} per sample)"),
         ("stored", f"{about}{size(volume.bytes)} in {counted(volume.shards, 'shard')}: "
-         f"{counted(len(found.taps), 'tap')}, "
-         f"{volume.bytes_per_token:,} bytes per token{_positions_text(found)}"),
+         f"{counted(len(found.taps), 'tap')}, {volume.bytes_per_token:,} bytes per token{positions}"),
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),
         *([] if here is None else [("this machine", here.line())]),
     ]  # fmt: skip
@@ -208,12 +195,10 @@ def _print(
     for name, text in rows:
         grid.add_row(Text(name, style="bold"), text)
     console.print(grid, "", _machines(estimates), "", sep="\n")
-    basis = (
-        f"{rates.tokens_per_second:,.0f} tokens/s as measured"
-        if rates.tokens_per_second is not None
-        else f"{rates.efficiency:.0%} of the peak{' (of a measured matrix product for CPUs)' if here else ''}, "
-        f"{rates.padding - 1:.0%} padding"
-    )
+    peak = f"the peak{' (of a measured matrix product for CPUs)' if here else ''}"
+    basis = f"{rates.efficiency:.0%} of {peak}, {rates.padding - 1:.0%} padding"
+    if rates.tokens_per_second is not None:
+        basis = f"{rates.tokens_per_second:,.0f} tokens/s as measured"
     console.print(
         f"Assumed: {basis}, {size(rates.sink_bytes)}/s from each host into the store, "
         f"{duration(rates.start_seconds)} to boot, install, load and compile{' elsewhere' if here else ''}. "
@@ -233,16 +218,10 @@ def _small_shards(found: Forecast, estimates: list[Estimate]) -> Iterator[str]:
         whole = min(found.volume.shard_bytes, each.volume.bytes / each.workers)
         if every is not None and expected < whole / 2:
             yield (
-                f"Shards on {_article(each.machine)}: about {size(expected)} instead of {size(whole)}, because "
+                f"Shards on {each.machine.name}: about {size(expected)} instead of {size(whole)}, because "
                 f"--commit-every {every:g} closes them early. --commit-every {math.ceil(seconds)} fills them; a killed "
                 f"worker then loses up to {duration(seconds)} of work."
             )
-
-
-def _positions_text(found: Forecast) -> str:
-    if found.volume.rows is None:
-        return ""
-    return f", rows of {found.volume.rows:,} tokens (--positions {found.spec.positions})"
 
 
 def _machines(estimates: list[Estimate]) -> Table:
@@ -275,12 +254,8 @@ def _compile(console: Console, found: Forecast, machine: Machine, *, find_larges
         console.print(_describe_fit(machine, fit))
     best = largest(fits)
     if find_largest:
-        text = (
-            f"largest batch that fits: --batch-tokens {best.tokens}"
-            if best
-            else "nothing fits: more chips, or fewer taps"
-        )
-        console.print(f"  {text}")
+        fitting = f"largest batch that fits: --batch-tokens {best.tokens}" if best else ""
+        console.print(f"  {fitting or 'nothing fits: more chips, or fewer taps'}")
     return {"tried": [vars(fit) for fit in fits], "largest_batch_tokens": best.tokens if best else None}
 
 
@@ -339,7 +314,13 @@ def _show(result: BenchResult, console: Console) -> None:
     console.print(table)
     for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
         if run is not None:
-            console.print(f"the command, {name}: {_describe_timed_run(run)}", soft_wrap=True)
+            end = run.seconds - run.first_batch - run.wall.run
+            console.print(
+                f"the command, {name}: {duration(run.seconds)} for {amount(run.tokens)} tokens, "
+                f"{amount(run.tokens_per_second)} tokens/s of it all; first batch after {duration(run.first_batch)}, "
+                f"run {duration(run.wall.run)}, end {duration(end)}; {counted(run.programs, 'program')}",
+                soft_wrap=True,
+            )
     console.print(
         "laboratory, all compiled, pinned and tokenized beforehand: "
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
@@ -355,15 +336,6 @@ def _show(result: BenchResult, console: Console) -> None:
             f"spile is {result.tokens_per_second / theirs:.1f}× that",
             soft_wrap=True,
         )
-
-
-def _describe_timed_run(run: TimedRun) -> str:
-    end = run.seconds - run.first_batch - run.wall.run
-    return (
-        f"{duration(run.seconds)} for {amount(run.tokens)} tokens, {amount(run.tokens_per_second)} tokens/s of it all; "
-        f"first batch after {duration(run.first_batch)}, run {duration(run.wall.run)}, end {duration(end)}; "
-        f"{counted(run.programs, 'program')}"
-    )
 
 
 _MACHINE = "v5e-8"

@@ -313,7 +313,6 @@ def _reader_has_gone() -> bool:
 
 
 def _fault(error: Exception) -> str:
-    """Describe an unexpected error in one line: what, where, and how to see more."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     message = " ".join(f"{type(error).__name__}: {error}".split())

@@ -272,7 +272,6 @@ def _verdict(report: Report) -> Text:
 
 
 def _quarantined(report: Report) -> str:
-    """Return which samples are not part of what is proven."""
     found = report.quarantined
     if not found:
         return ""
