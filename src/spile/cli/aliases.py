@@ -39,9 +39,6 @@ FLAGS: dict[str, str] = {
 }
 """Old flags (in lower case, with dashes instead of underscores) and the new names."""
 
-ANSWERS = frozenset({"--max-output-tokens", "--max-new-tokens", "--temperature", "--top-p", "--capture", "--n-tasks"})
-"""Flags of ``infer`` that the guides' inference script has and ``extract`` does not."""
-
 SCRIPTS: dict[str, tuple[str, ...]] = {
     # guide 000
     "run-docker.sh": ("docker",),
@@ -201,12 +198,8 @@ def _runtime_version(words: list[str], command: str) -> list[str]:
 
 
 def _without_answers(words: list[str], command: str) -> list[str]:
-    """Drop guide 000's ``--output_dir`` for answers next to ``--activations_dir``; ``extract`` refuses answer flags."""
+    """Drop guide 000's ``--output_dir`` for answers next to ``--activations_dir``."""
     names = [word.partition("=")[0] for word in words]
-    for name in names if command == "extract" else ():
-        if name in ANSWERS:
-            fix = f"generate answers with: spile infer {name} …"
-            raise SpecError(f"extract {name}", expected="no flag for answers", fix=fix)
     if "--activations-dir" not in names or "--output-dir" not in names:
         return words
     if command == "extract":

@@ -142,6 +142,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
 these commands have a short help."""
 
 
+_FOR_ANSWERS = ("--max-new-tokens", "--temperature", "--top-p", "--stop", "--capture", "--n-tasks")
+_HINTS = {
+    ("extract", "--force"): "leave it out: extract always resumes. To install again: spile deploy --launch ssh --force",
+    **{("extract", name): f"generate answers with: spile infer {name} …" for name in _FOR_ANSWERS},
+}
+"""Hints for flags that only another command has, or that were removed."""
+
+
 def mistake(error: CycloptsError, command: str) -> str:
     """Return the error of a command as one line: the words of cyclopts, and where to find more."""
     fix = f"See {' '.join(word for word in ('spile', command, '--help') if word)}"
@@ -155,9 +163,8 @@ def mistake(error: CycloptsError, command: str) -> str:
             if command == "extract" and words[0].isdecimal():
                 fix = f"did you mean --worker-id {words[0]}?"
             return SpecError(command, expected="flags only", found=" ".join(words), fix=fix).line()
-        case UnknownOptionError(token=Token(keyword="--force")) if command == "extract":
-            fix = "leave it out, because extract always resumes; to install again: spile deploy --launch ssh --force"
-            return SpecError("unknown option --force", fix=fix).line()
+        case UnknownOptionError(token=Token(keyword=str(name))) if (command, name.partition("=")[0]) in _HINTS:
+            return SpecError(f"unknown option {name}", fix=_HINTS[command, name.partition("=")[0]]).line()
         case CoercionError(token=Token(keyword=str(name))) | UnknownOptionError(token=Token(keyword=str(name))):
             if name.startswith("[") and error.token is not None:  # [batch-size] of a file is --batch-size.
                 error.token = error.token.evolve(keyword=f"--{name[1:-1]}")

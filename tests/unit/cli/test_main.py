@@ -62,7 +62,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["extract", "5"], "spile: extract: expected flags only, found 5. Did you mean --worker-id 5?"),
         (
             ["extract", "--force"],
-            "spile: unknown option --force. Leave it out, because extract always resumes",
+            "spile: unknown option --force. Leave it out: extract always resumes",
+        ),
+        (
+            ["extract", "--max_output_tokens", "9"],
+            "spile: unknown option --max-new-tokens. Generate answers with: spile infer --max-new-tokens …",
         ),
         (["run", "--zonee", "x", "--", "ls"], "spile: no flag --zonee. Put the flags of the command itself after --"),
         (["extract", "x"], "spile: extract: expected flags only, found x. See spile extract --help."),
