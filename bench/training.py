@@ -81,9 +81,7 @@ def main() -> None:
     how: dict[str, Any] = {"batch_rows": 1024, "memory": 8 << 20, "dtype": "float32"}
 
     def extract() -> None:
-        reader = stream.run.samples.read(Ranges())
-        stream._pass(Dropping(), reader, 0, None, Ranges(), threading.Event())  # type: ignore[arg-type]
-        reader.close()
+        stream._compute(Dropping(), 0, None, Ranges(), threading.Event())  # type: ignore[arg-type]
 
     tokens = sum(len(batch) for batch in stream.shuffled(args.tap, **how))  # compiles too
     extract()

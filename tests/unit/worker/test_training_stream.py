@@ -6,6 +6,7 @@ import json
 import threading
 from importlib.util import find_spec
 from itertools import islice
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from spile.errors import SpecError, UserError
 from spile.reading.shuffle import ShufflePlan
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
+from spile.worker import streaming
 from spile.worker.streaming import ActivationStream, Feed
 from world import items
 
@@ -156,7 +158,7 @@ def test_errors_of_the_data_and_of_the_arguments_reach_the_caller(stream: Activa
 
 def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> None:
     plan = ShufflePlan(buffer_rows=300, order="data")
-    feed = Feed(plan, lambda _sample: None)
+    feed = Feed(plan, lambda _sample: {})
     samples = [each for each in feed.watch(items(60), 0, Ranges()) if isinstance(each, Sample)]
     total, most = sum(sample.rows for sample in samples), 0
 
@@ -177,7 +179,7 @@ def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> Non
     assert found == [sample.index for sample in samples]
     assert most < total / 5
 
-    feed = Feed(plan, lambda _sample: None)
+    feed = Feed(plan, lambda _sample: {})
     samples = [each for each in feed.watch(items(60), 0, Ranges()) if isinstance(each, Sample)]
     given: list[int] = []
 
@@ -192,4 +194,29 @@ def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> Non
     assert sum(given) < total  # nobody reads
     feed.fail(RuntimeError("closed"))
     thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_error_of_a_worker_reaches_the_caller_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def __init__(self, *_job: object) -> None:
+            pass
+
+        def groups(self) -> int:
+            return 1
+
+        def compute(self, _batch: object) -> None:
+            raise spile.errors.Failure("NaN at residual.1")
+
+    monkeypatch.setattr(streaming, "BatchComputer", Failing)
+    ours, theirs = Pipe()
+    thread = threading.Thread(target=streaming.serve, args=(theirs,), daemon=True)
+    thread.start()
+    with ours:
+        ours.send(())
+        assert ours.recv() == 1
+        ours.send("a batch, after which none follows")
+        assert ours.poll(60), "the worker waits for another batch"
+        assert str(ours.recv()) == "NaN at residual.1"
+    thread.join(60)
     assert not thread.is_alive()
