@@ -53,7 +53,7 @@ def _shards_of(stream: Stream, part: DatasetPart | None) -> Iterable[ShardRecord
         return ()
     numbers = (commit.number for commit in stream.commits for _ in commit.shards)
     pairs = zip(stream.shards, numbers, strict=True)
-    return (shard for shard, number in pairs if part is None or part.has_commit(number))
+    return (shard for shard, number in pairs if part is None or part.has_commit(stream.number, number))
 
 
 def commit_sizes(dataset: Dataset) -> dict[int, dict[int, int]]:

@@ -143,7 +143,7 @@ def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecke
         {
             "path": ledger.path,
             "stream": ledger.record.id,
-            "commits": [commit.number for commit in ledger.commits if part.has_commit(commit.number)],
+            "commits": [commit.number for commit in ledger.commits if part.has_commit(ledger.number, commit.number)],
             "problems": {
                 name: [[problem.kind, problem.text] for problem in problems]
                 for name, problems in ledger.checked.items()
@@ -273,7 +273,7 @@ def _check_shards(
         for commit in ledger.commits
         for shard in commit.shards
         if ledger.record is not None and shard.name not in ledger.checked
-        if part is None or part.has_commit(commit.number)
+        if part is None or part.has_commit(ledger.number, commit.number)
     ]
     on_disk = all(ledger.folder.local_path is not None for ledger, _, _ in tasks)
     threads = min(16, 2 * (os.cpu_count() or 1)) if on_disk else CONCURRENT_REQUESTS  # A bucket is bound by latency.
