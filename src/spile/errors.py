@@ -137,12 +137,9 @@ def untrusted(
     """
     try:
         yield
-    except SpileError:
-        raise
-    except Exception as error:
-        raise kind(problem, expected=expected, found=_describe(error), fix=fix) from error
     except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
+        panic = type(error).__module__ == "pyo3_runtime"
+        if isinstance(error, SpileError) or not (panic or isinstance(error, Exception)):
             raise
         raise kind(problem, expected=expected, found=_describe(error), fix=fix) from error
 

@@ -93,7 +93,6 @@ class TemplateProcess:
         )
 
     def close(self) -> None:
-        """End the child process."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()

@@ -59,9 +59,7 @@ class RowSelection:
     end_index: int | None = None
     """Use rows from ``start_index`` up to, but not including, ``end_index``."""
     max_samples: int | None = None
-    """The maximum number of usable rows."""
     max_train_examples: int | None = None
-    """The maximum number of train pairs of a task."""
     keep: tuple[str, ...] = ()
     """Additional fields of a row to keep in its line."""
     bad_rows: BadRows = "error"
@@ -140,7 +138,6 @@ class Item:
     """Whether the row has an id of its own. Equal rows without an id are the same task."""
 
     def line(self) -> bytes:
-        """Return the line to store, without a newline."""
         return orjson.dumps(self.data) if self.raw is None else self.raw
 
 
@@ -151,7 +148,6 @@ class Unique:
         self._digests, self._rows = bytearray(), array("Q")
 
     def add(self, name: str, row: int) -> None:
-        """Record the name of a row."""
         self._digests += hashlib.blake2b(name.encode(), digest_size=16).digest()
         self._rows.append(row)
 
@@ -275,16 +271,16 @@ def _from_pairs(pairs: Any) -> dict[str, Any] | str:
         try:
             pairs = orjson.loads(pairs)
         except orjson.JSONDecodeError:
-            return "pairs that are no JSON"
+            return "pairs that are not JSON"
     if not isinstance(pairs, list):
-        return "pairs that are no list"
+        return "pairs that are not a list"
     if len(pairs) < 2:
         return "fewer than two pairs"
     made = []
     for pair in pairs:
         sides = [pair.get("input"), pair.get("output")] if isinstance(pair, dict) else pair
         if not isinstance(sides, list) or len(sides) != 2:
-            return f"a pair of {len(sides)}" if isinstance(sides, list) else "a pair that is no list"
+            return f"a pair of {len(sides)}" if isinstance(sides, list) else "a pair that is not a list"
         made.append({"input": sides[0], "output": sides[1]})
     return {"train": made[:-1], "test": made[-1:]}
 

@@ -348,7 +348,7 @@ def _stored_order(tap: Tap) -> tuple[Any, ...]:
 
 
 _NEEDS = {
-    "d_mid": "attention before its MLP, not beside it",
+    "d_mid": "attention before its MLP, not parallel to it",
     "d_ff": "one MLP in this layer, not experts",
     "experts": "experts in this layer",
 }

@@ -70,8 +70,8 @@ def pair(grid: Any) -> list[Any]:
         (task(train=pair([[1] * 31] * 2)), "a grid larger than 30×30"),
         (task(train=pair([[1]] * 31)), "a grid larger than 30×30"),
         (task(train=pair([[11]])), "a cell outside 0 to 9"),
-        (task(train=pair([])), "a grid that is no list of rows"),
-        (task(train=pair([["a"]])), "a cell that is no number"),
+        (task(train=pair([])), "a grid that is not a list of rows"),
+        (task(train=pair([["a"]])), "a cell that is not a number"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(refused: Refuse, tmp_path: Path, fresh: Path, row: Any, words: str) -> None:

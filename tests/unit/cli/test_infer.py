@@ -124,7 +124,7 @@ def test_references(inferred: Path, tasks: Path, tmp_path: Path, capfd: pytest.C
     assert (fewer["scored"], fewer["without_reference"]) == (own["scored"] - 1, 1)
     whole.write_text(json.dumps({"a": [[["no grid"]]]}))
     assert spile("score", inferred, "--reference", whole) == 2
-    assert "expected its outputs, each a grid, found a cell that is no number" in capfd.readouterr().err
+    assert "expected its outputs, each a grid, found a cell that is not a number" in capfd.readouterr().err
 
 
 def test_long_prompts_are_skipped_and_wrong_and_cut_answers_kept(

@@ -46,7 +46,7 @@ BAD = [
     ('{"train": [{"input": [[1]], "output": [[1, 2], [3]]}], "test": [{"input": [[1]]}]}', r"found a ragged grid"),
     (
         '{"train": [{"input": [[1]], "output": [[true]]}], "test": [{"input": [[1]]}]}',
-        r"found a cell that is no number",
+        r"found a cell that is not a number",
     ),
     ('{"train": [{"input": [[1]], "output": [[10]]}], "test": [{"input": [[1]]}]}', r"found a cell outside 0 to 9"),
     ('{"train": [{"input": [[1]], "output": [[1]]}], "test": []}', r"found no test input"),

@@ -97,12 +97,10 @@ class TaskScore:
 
     @property
     def right(self) -> bool:
-        """Whether the first attempt is right."""
         return self.expected is not None and self.answers.grids[:1] == (self.expected,)
 
     @property
     def right_in_two(self) -> bool:
-        """Whether one of the two attempts is right."""
         return self.expected is not None and self.expected in self.answers.grids[:2]
 
 
@@ -119,11 +117,9 @@ class Score:
 
     @property
     def right(self) -> int:
-        """The number of tasks whose first attempt is right."""
         return sum(task.right for task in self.tasks)
 
     def record(self) -> dict[str, object]:
-        """Return the score as JSON-serialisable data."""
         scored = self.scored
         return {
             "tasks": len(self.tasks),
@@ -149,7 +145,6 @@ def score_answers(
 
 
 def read_tasks(location: str) -> dict[str, Task]:
-    """Return the tasks of a dataset by id."""
     file = open_input(DataSpec(dataset=location))
     places = ((line, f"{location} {file.number(line)}") for line in file.lines())
     return {task.task_id: task for task in (task_of(parse_row(line.raw, place), place) for line, place in places)}

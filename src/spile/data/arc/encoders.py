@@ -33,7 +33,6 @@ class GridEncoder(ABC):
         """Return the grid of such a text; raise :class:`DataError` if it is malformed."""
 
     def __str__(self) -> str:
-        """Return the expression that creates this encoder."""
         values = [getattr(self, each.name) for each in fields(self) if each.init]  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(map(_shown, values))})"
 
@@ -41,7 +40,6 @@ class GridEncoder(ABC):
         return DataError("the text holds no grid", expected=f"what {self} writes", found=repr(text[:60]))
 
     def _digits(self, rows: list[list[str]], text: str) -> Grid:
-        """Return the grid of these cells, each of which must be one digit."""
         if all(len(cell) == 1 and cell in "0123456789" for row in rows for cell in row):
             grid = [[int(cell) for cell in row] for row in rows]
             if grid_problem(grid) is None:
@@ -60,7 +58,6 @@ class MinimalGridEncoder(GridEncoder):
     """One digit per cell, one line per row."""
 
     def to_text(self, grid: Grid) -> str:
-        """``012⏎345``."""
         return "\n".join([bytes(row).translate(_DIGITS).decode() for row in grid])
 
     def to_grid(self, text: str) -> Grid:
@@ -79,7 +76,6 @@ class GridWithSeparationEncoder(GridEncoder):
             raise SpecError(f"{_FLAG}: GridWithSeparationEncoder", expected=expected, found=repr(self.symbol))
 
     def to_text(self, grid: Grid) -> str:
-        """``0|1|2⏎3|4|5``."""
         return "\n".join([self.symbol.join(map(str, row)) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
@@ -97,7 +93,6 @@ class RepeatNumberEncoder(GridEncoder):
             raise SpecError(f"{_FLAG}: RepeatNumberEncoder", expected="n from 1 to 16", found=str(self.n))
 
     def to_text(self, grid: Grid) -> str:
-        """``000111222⏎333444555``."""
         return "\n".join(["".join([str(cell) * self.n for cell in row]) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
@@ -127,7 +122,6 @@ class ReplaceNumberEncoder(GridEncoder):
         object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, symbols))))
 
     def to_text(self, grid: Grid) -> str:
-        """``abc⏎def``."""
         return "\n".join(["".join([self.symbols[cell] for cell in row]) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
@@ -144,7 +138,6 @@ class RowNumberEncoder(GridEncoder):
     base: GridEncoder
 
     def to_text(self, grid: Grid) -> str:
-        """``1 012⏎2 345``."""
         return "\n".join([f"{n} {line}" for n, line in enumerate(self.base.to_text(grid).split("\n"), 1)])
 
     def to_grid(self, text: str) -> Grid:
@@ -161,7 +154,6 @@ class GridShapeEncoder(GridEncoder):
     base: GridEncoder
 
     def to_text(self, grid: Grid) -> str:
-        """``size 2x3⏎012⏎345``."""
         return f"size {len(grid)}x{len(grid[0])}\n{self.base.to_text(grid)}"
 
     def to_grid(self, text: str) -> Grid:
@@ -179,7 +171,6 @@ class GridCodeBlockEncoder(GridEncoder):
     base: GridEncoder
 
     def to_text(self, grid: Grid) -> str:
-        """````` ```grid⏎012⏎345⏎``` `````."""
         return f"```grid\n{self.base.to_text(grid)}\n```"
 
     def to_grid(self, text: str) -> Grid:

@@ -35,7 +35,7 @@ class Task:
 def grid_problem(grid: object) -> str | None:
     """Return why a value is not a grid, in a few words that group similar problems, or None if it is one."""
     if type(grid) is not list or not grid or set(map(type, grid)) != {list}:
-        return "a grid that is no list of rows"
+        return "a grid that is not a list of rows"
     if len(set(map(len, grid))) != 1:
         return "a ragged grid"
     if not grid[0]:
@@ -45,11 +45,11 @@ def grid_problem(grid: object) -> str | None:
     try:
         stray = bytes(chain.from_iterable(grid)).translate(None, _CELLS)
     except TypeError:
-        return "a cell that is no number"
+        return "a cell that is not a number"
     except ValueError:
         return "a cell outside 0 to 9"
     if set(map(type, chain.from_iterable(grid))) != {int}:  # True and False are integers too
-        return "a cell that is no number"
+        return "a cell that is not a number"
     return "a cell outside 0 to 9" if stray else None
 
 

@@ -69,7 +69,6 @@ def augment(task: Task, seed: int, variant: int) -> tuple[Task, Augmentation | N
 
 
 def apply(grid: Grid, augmentation: Augmentation) -> Grid:
-    """Apply the augmentation to one grid."""
     for _ in range(augmentation["rotation"]):
         grid = _rotate(grid)
     rows = [row[::-1] for row in grid] if augmentation["flip"] else grid
@@ -77,7 +76,6 @@ def apply(grid: Grid, augmentation: Augmentation) -> Grid:
 
 
 def revert(grid: Grid, augmentation: Augmentation | None) -> Grid:
-    """Undo the augmentation of a grid."""
     if augmentation is None:
         return grid
     old = {new: number for number, new in enumerate(augmentation["colors"])}
