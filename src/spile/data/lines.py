@@ -92,7 +92,6 @@ class StreamFile:
             revision: The commit of a dataset of the hub, whose content never changes.
             turn: (k, n) reads only one of n streams: rows k, k + n, k + 2n, …, which it numbers from 0.
             from_hub: Whether ``rows`` come from the hub.
-
         """
         self.location, self.revision = location, revision
         self._stream, self.streams = turn
@@ -232,32 +231,22 @@ _PART_BYTES, _PART_ROWS = 1 << 20, 8192
 """The size of a new part: a few hundred rows of text, so that a commit records few hashes."""
 
 
+@dataclass(eq=False)
 class PartReader:
     """One pass over a dataset. Its rows are hashed part by part; parts that an earlier pass read are compared."""
 
-    def __init__(
-        self,
-        file: StreamFile,
-        known: Sequence[Part] = (),
-        *,
-        head: tuple[int, str] | None = None,
-        ended: bool = False,
-        needed: Callable[[Part], bool] = lambda _: True,
-    ) -> None:
-        """Prepare a pass.
+    file: StreamFile
+    known: Sequence[Part] = ()
+    """The parts that earlier passes read, from the first row on."""
+    head: tuple[int, str] | None = None
+    """Of a streamed dataset: the number of rows that were read before the run, and their sha256 in the identity."""
+    ended: bool = False
+    """Whether the known parts are the whole dataset."""
+    needed: Callable[[Part], bool] = lambda _: True
+    """Whether a known part has rows that are needed. Others are skipped if the content is pinned, else compared."""
 
-        Args:
-            file: The dataset.
-            known: The parts that earlier passes read, from the first row on.
-            head: Of a streamed dataset: the number of rows that were read before the run, and their sha256, which the
-                identity holds.
-            ended: Whether the known parts are the whole dataset.
-            needed: Returns whether a known part has rows that are needed. Others are skipped if the content is pinned,
-                and only compared if it is not.
-
-        """
-        self._file, self._known, self._head, self._ended, self._needed = file, known, head, ended, needed
-        self.parts: list[Part] = list(known)
+    def __post_init__(self) -> None:
+        self.parts: list[Part] = list(self.known)
         """The parts that are known or were read so far. The reading thread appends to it."""
 
     def lines(self, digest: hashlib._Hash | None = None) -> Iterator[Line]:
@@ -267,18 +256,18 @@ class PartReader:
         """
         row = 0
         source: Iterator[Line] | None = None
-        for part in self._known:
-            needed = self._needed(part)
-            if needed or self._file.revision is None:
+        for part in self.known:
+            needed = self.needed(part)
+            if needed or self.file.revision is None:
                 source = source or self._opened(row)
                 lines = list(islice(source, part.rows))
                 if hash_lines(lines) != part.hash:
-                    raise changed(self._file.location, self._file.span(part))
+                    raise changed(self.file.location, self.file.span(part))
                 yield from lines if needed else ()
             else:
                 source = None
             row = part.stop
-        if self._ended:
+        if self.ended:
             self._refuse_more(source, row)
             return
         source = source or self._opened(row, digest)
@@ -288,9 +277,9 @@ class PartReader:
             yield from lines
 
     def _refuse_more(self, source: Iterator[Line] | None, rows: int) -> None:
-        if self._file.revision is None and source is not None and next(source, None) is not None:
+        if self.file.revision is None and source is not None and next(source, None) is not None:
             raise DataError(
-                f"{self._file.location} has grown since it was read to its end",
+                f"{self.file.location} has grown since it was read to its end",
                 expected=f"{rows:,} rows",
                 found="more",
                 fix="restore the data, or use another --output",
@@ -298,12 +287,12 @@ class PartReader:
 
     def _opened(self, row: int, digest: hashlib._Hash | None = None) -> Iterator[Line]:
         """Return the lines from a row on. If the content may change, the first rows must be those of the identity."""
-        source = self._file.lines(row, digest)
-        if row or self._head is None or self._file.revision is not None:
+        source = self.file.lines(row, digest)
+        if row or self.head is None or self.file.revision is not None:
             return source
-        first = list(islice(source, self._head[0]))
-        if head_hash(first) != self._head[1]:
-            raise changed(self._file.location)
+        first = list(islice(source, self.head[0]))
+        if head_hash(first) != self.head[1]:
+            raise changed(self.file.location)
         return chain(first, source)
 
 

@@ -313,14 +313,8 @@ def open_source(
 ) -> RowSource:
     """Open a source by name: ``embedded``, a file, a folder, an object in a bucket, or a dataset of the hub.
 
-    Args:
-        dataset: The name.
-        column: The field with the text, or with the pairs of a task.
-        split: The split of a hub dataset.
-        config_name: The configuration of a hub dataset.
-        keep: Columns that a table must have in addition to those of the samples.
-        revision: The branch, tag or commit of a hub dataset. It is resolved to a commit.
-
+    ``column`` is the field with the text, or with the pairs of a task; ``keep`` are columns that a table must have in
+    addition. ``split``, ``config_name`` and ``revision`` (a branch, tag or commit) belong to a dataset of the hub.
     """
     samples = frozenset({column, "train", "test", "messages", "text", "task_id", "id", TOKENS, MASK})
     columns = Columns(samples, keep)

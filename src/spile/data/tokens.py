@@ -84,10 +84,8 @@ class Tokenizer:
     ) -> list[Encoded]:
         """Tokenize all texts at once, on all cores.
 
-        Args:
-            texts: The texts.
-            add_special: Whether to add the tokenizer's own BOS and EOS, as for plain text. A rendered chat has them.
-            spans: For each text the characters that belong to a role.
+        ``add_special``: whether to add the tokenizer's own BOS and EOS, as for plain text. A rendered chat has them.
+        ``spans``: for each text the characters that belong to a role.
         """
         with untrusted(ModelError, "the tokenizer of the model fails on a text"):
             if spans is None:

@@ -286,15 +286,8 @@ def select_taps(
     """Return the taps of a model with ``n_layers`` layers, layer by layer.
 
     Taps that a model has only once come where they are computed. Taps with four-byte values come first, so that all
-    tensors of a shard are aligned.
-
-    Args:
-        taps: Words of ``--taps``.
-        layers: The layers of the words that name none; None: every layer.
-        n_layers: The number of layers of the model.
-        heads: The heads of the words that name none; None: all heads.
-        top: The number of logits, for the words that name none.
-        attention_top: The number of attention weights per head, for the words that name none.
+    tensors of a shard are aligned. ``layers``, ``heads``, ``top`` (of logits) and ``attention_top`` apply to the words
+    that name none themselves; None stands for all layers or heads.
 
     Raises:
         SpecError: If the model does not have one of the layers, or ``heads`` applies to no tap.
@@ -318,12 +311,7 @@ def select_taps(
 
 
 def with_gradients(taps: Sequence[Tap]) -> tuple[Tap, ...]:
-    """Return the taps, and behind them the gradient of each tap that the model computes with.
-
-    Raises:
-        SpecError: If there is none.
-
-    """
+    """Return the taps, and behind them the gradient of each tap that the model computes with."""
     found = [replace(tap, gradient=True) for tap in taps if tap.spec is not None and tap.site not in REPORTED]
     if not found:
         raise SpecError(
