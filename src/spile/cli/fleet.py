@@ -326,9 +326,7 @@ def create(
             named = {result.name for result in adopted}
             if machines.workers_per_zone is None or named >= {worker.name for worker in fleet.workers}:
                 return print_results(adopted)  # No further machines were requested.
-        results = manage.create(
-            client, fleet, lambda _: slice_secret(), adopt_names=adopt or (), wait=wait, report=print_result
-        )
+        results = manage.create(client, fleet, lambda _: slice_secret(), wait=wait, report=print_result)
     for result in results if machines.queued and wait else ():
         if not result.bad:
             wait_for_queued(client, result.zone, result.name)

@@ -216,14 +216,14 @@ def node_body(request: NodeRequest) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value not in ({}, [])}
 
 
-def queued_body(request: QueuedRequest, parent: str, name: str, *, alpha: bool) -> dict[str, Any]:
-    """Return a queued request as the API's JSON. The two API versions spell multislice differently."""
+def queued_body(request: QueuedRequest, parent: str, name: str) -> dict[str, Any]:
+    """Return a queued request as the API's JSON. v2alpha1, which best effort needs, spells multislice differently."""
     node = node_body(request.node)
     scheduling = node.pop("schedulingConfig", {})
     spec: dict[str, Any] = {"parent": parent, "node": node}
     if request.node_count > 1 or request.node_prefix:
         many = {"nodeCount": request.node_count, "nodeIdPrefix": request.node_prefix or name}
-        spec["multiNodeParams" if alpha else "multisliceParams"] = many
+        spec["multiNodeParams" if request.best_effort else "multisliceParams"] = many
     else:
         spec["nodeId"] = name
     body: dict[str, Any] = {"tpu": {"nodeSpec": [spec]}}
@@ -494,17 +494,15 @@ class CloudTpu:
         return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
 
     def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
-        alpha = request.best_effort
         parent = self._parent(zone)
         return read_operation(
             self._send(
                 "POST",
                 f"{parent}/queuedResources",
                 f"queue for {name} ({request.node.accelerator_type}) in {zone}",
-                body=queued_body(request, parent, name, alpha=alpha),
+                body=queued_body(request, parent, name),
                 params={"queuedResourceId": name},
-                # Only v2alpha1 has bestEffort.
-                version="v2alpha1" if alpha else "v2",
+                version="v2alpha1" if request.best_effort else "v2",
             )
         )
 

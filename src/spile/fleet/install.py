@@ -28,7 +28,6 @@ from spile.hosts.run import Launched, launch
 from spile.version import __version__
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: spile\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-_LEFT_OUT = ("__pycache__",)
 
 
 def build_wheel() -> tuple[str, bytes]:
@@ -37,7 +36,7 @@ def build_wheel() -> tuple[str, bytes]:
     files = {
         f"spile/{path.relative_to(package).as_posix()}": path.read_bytes()
         for path in sorted(package.rglob("*"))
-        if path.is_file() and not set(path.parts).intersection(_LEFT_OUT)
+        if path.is_file() and "__pycache__" not in path.parts
     }
     digest = hashlib.sha256()
     for name, data in files.items():

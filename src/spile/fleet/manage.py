@@ -155,7 +155,6 @@ def create(
     fleet: FleetSpec,
     metadata: Metadata,
     *,
-    adopt_names: Collection[str] = (),
     wait: bool = True,
     report: Callable[[NodeResult], None] = lambda _: None,
 ) -> list[NodeResult]:
@@ -168,7 +167,7 @@ def create(
         full = ""
         for worker in (worker for worker in fleet.workers if worker.zone == zone):
             if worker.name in existing:
-                results.append(_existing(provider, fleet, worker, existing[worker.name], adopt_names))
+                results.append(_existing(fleet, existing[worker.name]))
             elif full:
                 results.append(NodeResult(worker.name, zone, "skipped", full))
             else:
@@ -187,22 +186,18 @@ def create(
     return by_zone([worker.zone for worker in fleet.workers], zone_work, report)
 
 
-def _existing(
-    provider: CloudTpu, fleet: FleetSpec, worker: Worker, node: Node, adopt_names: Collection[str]
-) -> NodeResult:
-    if owns(fleet.name, node):
-        if node.state.life is Life.DEAD:
-            detail = f"it is {node.state.value}; make it anew with: spile tpu recreate-preempted"
-            return NodeResult(worker.name, node.zone, "failed", detail)
-        return NodeResult(worker.name, node.zone, "there already", node.state.value)
-    if worker.name in adopt_names:
-        return _label(provider, fleet.name, node, worker.id)
-    taken = NameTaken(
-        f"{worker.name} in {node.zone} is not of fleet {fleet.name}",
-        found=f"fleet {node.labels.get(FLEET_LABEL, 'none')}",
-        fix=f"take it over with --adopt {worker.name}, or use other zones",
-    )
-    return NodeResult(worker.name, node.zone, "failed", taken.line())
+def _existing(fleet: FleetSpec, node: Node) -> NodeResult:
+    if not owns(fleet.name, node):
+        taken = NameTaken(
+            f"{node.name} in {node.zone} is not of fleet {fleet.name}",
+            found=f"fleet {node.labels.get(FLEET_LABEL, 'none')}",
+            fix=f"take it over with --adopt {node.name}, or use other zones",
+        )
+        return NodeResult(node.name, node.zone, "failed", taken.line())
+    if node.state.life is Life.DEAD:
+        detail = f"it is {node.state.value}; create it again with: spile tpu recreate-preempted"
+        return NodeResult(node.name, node.zone, "failed", detail)
+    return NodeResult(node.name, node.zone, "there already", node.state.value)
 
 
 def _ask(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadata) -> Operation | None:

@@ -59,6 +59,14 @@ class Round:
     done: tuple[tuple[Action, Operation], ...] = ()
 
 
+def _attempt(request: Callable[..., Out], *arguments: Any) -> Out | SpileError:
+    """Return the answer of the cloud, or its error."""
+    try:
+        return request(*arguments)
+    except (CloudError, UserError) as error:
+        return error
+
+
 def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
     return list(pool.map(function, items) if pool is not None else map(function, items))
 
@@ -92,28 +100,17 @@ def look(
     pool: Executor | None = None,
 ) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
-
-    def listed(zone: str) -> list[Node] | SpileError:
-        try:
-            return _zone_nodes(fleet, provider, zone)
-        except (CloudError, UserError) as error:
-            return error
-
-    def asked(place: tuple[str, str]) -> Operation | None:
-        try:
-            return provider.operation(*place)
-        except (CloudError, UserError):  # The next listing shows the result.
-            return None
-
     zones = spec_zones(fleet)
-    found = dict(zip(zones, _each(pool, listed, zones), strict=True))
-    waiting = [past.pending for past in history.workers.values() if past.pending is not None]
-    places = [(each.zone, each.operation) for each in waiting if each.operation]
+    listed = _each(pool, partial(_attempt, _zone_nodes, fleet, provider), zones)
+    found = dict(zip(zones, listed, strict=True))
+    waiting = [past.pending for past in history.workers.values() if past.pending and past.pending.operation]
+    # The state of an operation that cannot be read shows in the next listing.
+    asked = _each(pool, lambda each: _attempt(provider.operation, each.zone, each.operation), waiting)
     return Observed(
         fleet=fleet.name,
         nodes=tuple(node for nodes in found.values() if isinstance(nodes, list) for node in nodes),
         unanswered={zone: error for zone, error in found.items() if isinstance(error, SpileError)},
-        operations={each.name: each for each in _each(pool, asked, places) if each is not None},
+        operations={each.name: each for each in asked if isinstance(each, Operation)},
         pulses=pulses,
     )
 
@@ -139,7 +136,8 @@ def act(
                 break
             if full and action.verb == "create":
                 continue
-            operation = _perform(fleet, provider, action, metadata)
+            performed = _attempt(_perform, fleet, provider, action, metadata)
+            operation = performed if isinstance(performed, Operation) else Operation(error=performed)
             full = full or isinstance(operation.error, Quota)
             done.append((action, operation))
         return done
@@ -149,17 +147,14 @@ def act(
 
 def _perform(fleet: FleetSpec, provider: CloudTpu, action: Action, metadata: Metadata) -> Operation:
     zone, name = action.zone, action.name
-    try:
-        if action.verb == "create":
-            return request_machine(provider, fleet, action.worker, zone, name, metadata)
-        if action.verb == "delete":
-            node = provider.node(zone, name) if action.queued is None else None
-            if node is not None and (node.uid != action.uid or not owns(fleet.name, node)):
-                raise Missing(f"{name} in {zone} was replaced by a new machine")
-            return delete_machine(provider, fleet.name, zone, name, action.queued)
-        return Operation()
-    except (CloudError, UserError) as error:
-        return Operation(error=error)
+    if action.verb == "create":
+        return request_machine(provider, fleet, action.worker, zone, name, metadata)
+    if action.verb == "delete":
+        node = provider.node(zone, name) if action.queued is None else None
+        if node is not None and (node.uid != action.uid or not owns(fleet.name, node)):
+            raise Missing(f"{name} in {zone} was replaced by a new machine")
+        return delete_machine(provider, fleet.name, zone, name, action.queued)
+    return Operation()
 
 
 def tick(

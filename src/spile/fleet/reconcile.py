@@ -285,14 +285,11 @@ def _record(case: WorkerCase, action: Action, operation: Operation) -> None:
         _fail(case, pending, error)
 
 
-Verb = Literal["create", "delete", "report"]
-
-
 @dataclass(frozen=True)
 class Action:
     """An action and its reason."""
 
-    verb: Verb
+    verb: Literal["create", "delete", "report"]
     worker: int
     zone: str
     name: str
