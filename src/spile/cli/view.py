@@ -52,7 +52,7 @@ def view(
     for root in opened:
         if root.home is None and read_run(root.folder) is None:
             raise UserError(f"no dataset at {root.url}", expected="a folder with run.json", found="none")
-    viewer = Viewer(opened, open_features(sae, sae_tap), live=export is None)
+    viewer = Viewer(opened, open_features(sae, sae_tap))
     if export is not None:
         page = exported_page(viewer, samples=max(0, samples))
         write_page(page, export, "--export")

@@ -258,7 +258,7 @@ def test_a_dataset_that_does_not_exist_is_an_error(tmp_path: Path, capsys: pytes
 
 def test_an_exported_file_fetches_nothing_and_no_text_ends_its_data(tmp_path: Path) -> None:
     root = make_root(tmp_path / "root", text=HOSTILE)
-    page = exported_page(Viewer([Root(root)], live=False))
+    page = exported_page(Viewer([Root(root)]))
     assert 'id="data">{"answers":' in page
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:|#main)|@import|url\(|https?://(?!www\.w3\.org)""", page)
     assert page.count("</script>") == 2

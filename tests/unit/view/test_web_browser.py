@@ -221,7 +221,7 @@ def test_an_exported_file_shows_every_page_without_a_server(
 ) -> None:
     one, two = make_root(tmp_path / "one", text=HOSTILE), make_root(tmp_path / "two", text=HOSTILE, shift=0.5)
     file = tmp_path / "page.html"
-    file.write_text(exported_page(Viewer([Root(one), Root(two)], features, live=False)), encoding="utf-8")
+    file.write_text(exported_page(Viewer([Root(one), Root(two)], features)), encoding="utf-8")
     for page in PAGES:
         with opened(browser, f"{file.as_uri()}#/{page}/0") as tab:
             assert tab.evaluate("window.ran") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from urllib.parse import quote
 import orjson
 
 from spile.errors import SpileError, UserError
-from spile.reading.inspection import spread
+from spile.reading.inspection import spread, tap_widths
 from spile.view.web.pages import Viewer, listed
 from spile.view.web.roots import Root
 
@@ -90,116 +90,107 @@ _STREAMS = 20
 _FEATURES = 24
 
 
-def request_key(name: str, values: Mapping[str, object]) -> str:
+class _Recorder:
+    """Asks what the pages of a file would ask, and keeps the answers."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        self._viewer = viewer
+        self.answers: dict[str, Any] = {}
+        self.ask("about")
+
+    def ask(self, name: str, **values: object) -> dict[str, Any]:
+        """Keep an answer, or its error, and return it."""
+        try:
+            found = self._viewer.answer(name, {each: str(value) for each, value in values.items()})
+        except SpileError as error:
+            found = {"error": str(error)}
+        self.answers[_request_key(name, values)] = found
+        return found  # type: ignore[no-any-return]
+
+    def page(self, start: str) -> str:
+        """Return the file; ``start`` is the page that is shown first, such as ``#/layers/0``."""
+        return page_template().replace("__DATA__", _embedded_json({"answers": self.answers, "start": start}), 1)
+
+
+def _request_key(name: str, values: Mapping[str, object]) -> str:
     """Return the name under which the page looks for an answer; the page's ``requestKey`` makes the same."""
-    parts = [f"{key}={quote(str(value), safe='!()*')}" for key, value in sorted(values.items()) if value != ""]
+    parts = [f"{key}={quote(str(value), safe='!()*')}" for key, value in sorted(values.items())]
     return name + ("?" + "&".join(parts) if parts else "")
 
 
-def exported_page(
-    viewer: Viewer, *, samples: int = 3, tap: str | None = None, pages: Sequence[str] | None = None, start: str = ""
-) -> str:
-    """Return pages as one HTML file.
+def exported_page(viewer: Viewer, *, samples: int = 3, tap: str | None = None, start: str = "") -> str:
+    """Return all pages as one HTML file.
 
     Args:
         viewer: What is shown.
         samples: The number of samples that the file contains, spread over the data.
         tap: The tap that the page of layers shows first.
-        pages: The pages; None takes all that there are.
         start: The page that is shown first, such as ``#/layers/0``.
     """
-    answers: dict[str, Any] = {}
-    for name, values in _requests(viewer, samples, tap, pages):
-        key = request_key(name, values)
-        try:
-            answers[key] = viewer.answer(name, {each: str(value) for each, value in values.items()})
-        except SpileError as error:
-            answers[key] = {"error": str(error)}
+    pages = _Recorder(viewer)
     for number, root in enumerate(viewer.roots):
-        key = request_key("samples", {"root": number, "start": 0, "count": 100})
-        if key in answers and "error" not in answers[key]:  # The list has only the samples that the file contains.
-            rows = [listed(root.dataset().samples[place]) for place in _places(viewer, number, samples)]
-            answers[key] = {"total": len(rows), "start": 0, "rows": rows}
-    data = {"answers": answers, "start": start}
-    return page_template().replace("__DATA__", _embedded_json(data), 1)
-
-
-def _places(viewer: Viewer, root: int, samples: int) -> list[int]:
-    return spread(len(viewer.roots[root].dataset().samples), samples)
-
-
-def _requests(
-    viewer: Viewer, samples: int, tap: str | None, pages: Sequence[str] | None
-) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield what the pages of the file ask for."""
-    yield "about", {}
-    for number in range(len(viewer.roots)):
-        root = {"root": number}
-        if pages is not None and "score" in pages:
-            yield "score", root
+        pages.ask("run", root=number)
+        pages.ask("events", root=number)
+        streams = root.snapshot(60.0).streams
+        for stream in streams[:_STREAMS]:
+            pages.ask("stream", root=number, stream=stream.number)
+        facts = pages.ask("dataset", root=number)
+        if not any(stream.committed for stream in streams):
             continue
-        yield "run", root
-        yield "events", root
-        views = viewer.roots[number].snapshot(60.0).streams
-        yield from (("stream", {**root, "stream": view.number}) for view in views[:_STREAMS])
-        yield "dataset", root
-        if not any(view.committed for view in views):
-            continue
-        facts = viewer.answer("dataset", {"root": str(number)})
-        yield from _of_samples(viewer, number, facts["float_taps"], samples)
-        yield from _of_layers(number, facts["float_taps"], tap)
+        taps = [*tap_widths(root.dataset())]
+        _ask_samples(pages, number, root.dataset(), taps, samples)
+        _ask_layers(pages, number, taps, tap)
         if facts["grids"]:
-            yield "score", root
+            pages.ask("score", root=number)
         if viewer.features is not None:
-            yield "features", root
-            largest = viewer.answer("features", {"root": str(number)})["largest"]
-            best = sorted(range(len(largest)), key=lambda place: -largest[place])[:_FEATURES]
-            yield from (("feature", {**root, "feature": each}) for each in best)
-    if len(viewer.roots) > 1 and (pages is None or "compare" in pages):
-        both = {"root": 0, "other": 1}
-        yield "compare", both
-        found = viewer.answer("compare", {"root": "0", "other": "1"})
-        for _, stream, index, *_ in found["by_sample"][: max(1, samples)]:
-            yield "difference", {**both, "stream": stream, "index": index, "first": 0}
+            largest = pages.ask("features", root=number).get("largest", [])
+            for feature in sorted(range(len(largest)), key=lambda place: -largest[place])[:_FEATURES]:
+                pages.ask("feature", root=number, feature=feature)
+    if len(viewer.roots) > 1:
+        found = pages.ask("compare", root=0, other=1).get("by_sample", [])
+        for _, stream, index, *_ in found[: max(1, samples)]:
+            pages.ask("difference", root=0, other=1, stream=stream, index=index, first=0)
+    return pages.page(start)
 
 
-def _of_samples(
-    viewer: Viewer, number: int, taps: Sequence[str], samples: int
-) -> Iterator[tuple[str, Mapping[str, object]]]:
-    yield "samples", {"root": number, "start": 0, "count": 100}
-    dataset = viewer.roots[number].dataset()
-    for place in _places(viewer, number, samples):
-        stream, index = dataset.samples.address(place)
-        one: dict[str, object] = {"root": number, "stream": stream, "index": index}
-        yield "sample", one
-        yield from (("heat", {**one, "measure": "norm", "tap": each}) for each in taps[:_TAPS])
-        yield from (("grid", {**one, "measure": each, "first": 0}) for each in ("norm", "change"))
+def _ask_samples(pages: _Recorder, root: int, dataset: Dataset, taps: Sequence[str], samples: int) -> None:
+    refs = [dataset.samples[place] for place in spread(len(dataset), samples)]
+    key = _request_key("samples", {"root": root, "start": 0, "count": 100})
+    pages.answers[key] = {"total": len(refs), "start": 0, "rows": [listed(ref) for ref in refs]}
+    for ref in refs:
+        one = {"root": root, "stream": ref.stream, "index": ref.index}
+        pages.ask("sample", **one)
+        for tap in taps[:_TAPS]:
+            pages.ask("heat", **one, measure="norm", tap=tap)
+        for measure in ("norm", "change"):
+            pages.ask("grid", **one, measure=measure, first=0)
 
 
-def _of_layers(number: int, taps: Sequence[str], tap: str | None) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _ask_layers(pages: _Recorder, root: int, taps: Sequence[str], tap: str | None) -> None:
     if not taps:
         return
-    root = {"root": number}
-    chosen = tap or taps[len(taps) // 2]
-    yield "layers", root
-    yield "cosine", root
-    for each in dict.fromkeys([chosen, *(taps[place] for place in spread(len(taps), _DETAILED))]):
-        yield "tap", {**root, "tap": each}
-        yield "space", {**root, "tap": each}
+    pages.ask("layers", root=root)
+    pages.ask("cosine", root=root)
+    some = [taps[place] for place in spread(len(taps), _DETAILED)]
+    for each in dict.fromkeys([tap or taps[len(taps) // 2], *some]):
+        pages.ask("tap", root=root, tap=each)
+        pages.ask("space", root=root, tap=each)
 
 
 def inspection_page(dataset: Dataset, *, tap: str | None = None, samples: int = 3) -> str:
     """Return the page of ``spile inspect --html``: the layers, a few samples and the run."""
     root = Root(dataset.root.url, dataset=dataset)
     start = "#/layers/0" + (f"?tap={quote(tap)}" if tap else "")
-    return exported_page(Viewer([root], live=False), samples=max(0, samples), tap=tap, start=start)
+    return exported_page(Viewer([root]), samples=max(0, samples), tap=tap, start=start)
 
 
 def score_page(root: str, score: Score) -> str:
     """Return the page of ``spile score --html``: each task with its examples, the expected and the answered grids."""
-    viewer = Viewer([Root(root)], live=False)
+    viewer = Viewer([Root(root)])
     viewer.scores[0] = score
-    return exported_page(viewer, pages=["score"], start="#/score/0")
+    pages = _Recorder(viewer)
+    pages.ask("score", root=0)
+    return pages.page("#/score/0")
 
 
 def write_page(page: str, file: Path, flag: str = "--html") -> None:

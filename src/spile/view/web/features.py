@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from spile.errors import UserError, untrusted
 from spile.reading.dataset import Dataset
+from spile.reading.export import HOOKS
 from spile.reading.inspection import spread
 from spile.spec.safetensors import header_length, parse_header
 
@@ -26,7 +28,7 @@ _CONTEXT = 16
 """The tokens before and after the strongest one."""
 _FILES = {"sae_weights.safetensors": "SAELens", "sae.safetensors": "sparsify"}
 _KINDS = ("standard", "standard_transcoder", "topk", "batchtopk", "jumprelu", "matryoshka_batchtopk")
-_HOOKS = {"hook_resid_post": "residual", "hook_mlp_out": "mlp", "hook_attn_out": "attn"}
+_SITES = {hook: site for site, hook in HOOKS.items()}
 
 _Array = npt.NDArray[Any]
 
@@ -127,7 +129,7 @@ def _tap_of_hook(hook: str) -> str | None:
         return None
     if parts[2] == "hook_resid_pre":
         return f"residual.{int(parts[1]) - 1}" if int(parts[1]) else None
-    return f"{_HOOKS[parts[2]]}.{parts[1]}" if parts[2] in _HOOKS else None
+    return f"{_SITES[parts[2]]}.{parts[1]}" if parts[2] in _SITES else None
 
 
 def _tensors(path: Path) -> dict[str, _Array]:
@@ -135,11 +137,12 @@ def _tensors(path: Path) -> dict[str, _Array]:
         size = path.stat().st_size
         start = file.read(8)
         header = parse_header(start + file.read(header_length(start, size)), size)
-    found = {}
-    for name, place in header.places.items():
-        data = np.memmap(path, place.dtype, "r", place.start, place.shape) if place.length else np.zeros(place.shape)
-        found[name] = np.asarray(data).astype(np.float32)
-    return found
+    return {
+        name: np.fromfile(path, place.dtype, prod(place.shape), offset=place.start)
+        .reshape(place.shape)
+        .astype(np.float32)
+        for name, place in header.places.items()
+    }
 
 
 class FeatureIndex:
@@ -165,10 +168,7 @@ class FeatureIndex:
 
     def feature(self, dataset: Dataset, number: int) -> dict[str, Any]:
         """Return the samples in which a feature is most active, each with the tokens around the strongest one."""
-        scan = self._scan(dataset)
-        if number >= self.sae.features:
-            raise UserError("feature", expected=f"a number below {self.sae.features}", found=number)
-        shown = []
+        scan, shown = self._scan(dataset), []
         for value, place in zip(scan.top[number], scan.where[number], strict=True):
             if value <= 0:
                 continue
@@ -218,33 +218,31 @@ class _Scan:
         active = np.zeros(sae.features, np.int64)
         top, where = np.zeros((sae.features, _TOP), np.float32), np.zeros((sae.features, _TOP), np.int64)
         address: list[tuple[int, int, int]] = []
-        rows = samples = 0
+        samples = 0
         mean_length = max(1, sum(each.tokens for each in dataset.streams) // max(1, len(dataset.samples)))
         for place in spread(len(dataset.samples), max(1, limit // mean_length)):
             sample = dataset.sample(*dataset.samples.address(place))
-            values = _encoded(sae, sample[tap], active)
-            base, count = len(address), len(values)
-            address += [(sample.ref.stream, sample.ref.index, row) for row in range(len(sample))]
-            rows, samples = rows + len(sample), samples + 1
-            if count:
+            values = _encode_all(sae, sample[tap])
+            active += (values > 0).sum(0)
+            if len(values):
                 best = values.argmax(0)
-                _insert(top, where, values[best, np.arange(sae.features)], base + best)
-            if rows >= limit:
+                _insert(top, where, values[best, np.arange(sae.features)], len(address) + best)
+            address += [(sample.ref.stream, sample.ref.index, row) for row in range(len(sample))]
+            samples += 1
+            if len(address) >= limit:
                 break
-        if not rows:
+        if not address:
             raise UserError(f"no rows at {tap} in {dataset.root.url}", fix="look again after the first commit")
-        return cls(tap, rows, samples, active, top, where, np.array(address, np.int64))
+        return cls(tap, len(address), samples, active, top, where, np.array(address, np.int64))
 
 
-def _encoded(sae: Autoencoder, rows: _Array, active: _Array) -> _Array:
+def _encode_all(sae: Autoencoder, rows: _Array) -> _Array:
     if rows.shape[1] != len(sae.encoder):
         raise UserError(
             "the autoencoder and the tap have different widths", expected=len(sae.encoder), found=rows.shape[1]
         )
     parts = [sae.encode(rows[at : at + _BATCH]) for at in range(0, len(rows), _BATCH)]
-    values = np.concatenate(parts) if parts else np.zeros((0, sae.features), np.float32)
-    active += (values > 0).sum(0)
-    return values
+    return np.concatenate(parts) if parts else np.zeros((0, sae.features), np.float32)
 
 
 def _insert(top: _Array, where: _Array, values: _Array, places: _Array) -> None:

@@ -35,7 +35,6 @@ from spile.spec.sample import Prediction, Role
 from spile.store.predictions import read_predictions
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import TapStatistics, bin_edge
-from spile.version import __version__
 
 if TYPE_CHECKING:
     from spile.view.web.features import FeatureIndex
@@ -62,28 +61,11 @@ _Array = npt.NDArray[Any]
 _Answer = dict[str, Any]
 
 
-class Query:
-    """The parameters of a request, each of which is checked when it is read."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._values.get(name, default)[:1000]
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """Return a whole number from 0 to 2^31."""
-        found = self._values.get(name, "" if default is None else str(default))
-        if not (found.isascii() and found.isdigit() and len(found) < 10):
-            raise UserError(name, expected="a whole number", found=repr(found[:40]))
-        return int(found)
-
-
 class Viewer:
     """Answers the requests of the pages."""
 
-    def __init__(self, roots: Sequence[Root], features: FeatureIndex | None = None, *, live: bool = True) -> None:
-        self.roots, self.features, self.live = list(roots), features, live
+    def __init__(self, roots: Sequence[Root], features: FeatureIndex | None = None) -> None:
+        self.roots, self.features = list(roots), features
         self.scores: dict[int, Score] = {}
         """Scores that are known, by the number of the root."""
 
@@ -91,19 +73,39 @@ class Viewer:
         """Return the answer of an endpoint; raise :class:`SpileError` if there is none."""
         if name not in ENDPOINTS:
             raise UserError(f"no endpoint {name[:40]!r}", expected=f"one of {', '.join(ENDPOINTS)}")
-        return ENDPOINTS[name](self, Query(values))
+        return ENDPOINTS[name](Query(self, values))
 
-    def root(self, query: Query, name: str = "root") -> Root:
-        number = query.number(name, 0)
-        if number >= len(self.roots):
-            raise UserError(name, expected=f"a number below {len(self.roots)}", found=number)
-        return self.roots[number]
 
-    def score(self, number: int) -> Score:
-        """Return the score of an infer run on ARC tasks."""
-        if number not in self.scores:
-            self.scores[number] = score_run(self.roots[number].url, None, None)
-        return self.scores[number]
+class Query:
+    """The parameters of a request, each of which is checked when it is read."""
+
+    def __init__(self, viewer: Viewer, values: Mapping[str, str]) -> None:
+        self.viewer, self._values = viewer, values
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._values.get(name, default)[:1000]
+
+    def number(self, name: str, default: int | None = None, *, below: int = 10**9) -> int:
+        found = self._values.get(name, "" if default is None else str(default))
+        if not (found.isascii() and found.isdigit() and len(found) < 10):
+            raise UserError(name, expected="a whole number", found=repr(found[:40]))
+        if int(found) >= below:
+            raise UserError(name, expected=f"a number below {below}", found=found)
+        return int(found)
+
+    def root(self, name: str = "root") -> Root:
+        return self.viewer.roots[self.number(name, 0, below=len(self.viewer.roots))]
+
+    def dataset(self, name: str = "root") -> Dataset:
+        return self.root(name).dataset()
+
+    def sample(self, root: str = "root") -> StoredSample:
+        return self.dataset(root).sample(self.number("stream"), self.number("index"))
+
+    def features(self) -> FeatureIndex:
+        if self.viewer.features is None:
+            raise UserError("no autoencoder was given", fix="start with: spile view ROOT --sae PATH")
+        return self.viewer.features
 
 
 def _compact(values: _Array) -> _Array:
@@ -111,22 +113,18 @@ def _compact(values: _Array) -> _Array:
     return values if np.abs(values).max(initial=0.0) > _LARGE else values.astype(np.float32)
 
 
-def _about(viewer: Viewer, query: Query) -> _Answer:
-    del query
-    roots = [{"url": root.url, "fleet": root.home is not None} for root in viewer.roots]
-    return {"version": __version__, "roots": roots, "features": viewer.features is not None, "live": viewer.live}
+def _about(query: Query) -> _Answer:
+    roots = [{"url": root.url, "fleet": root.home is not None} for root in query.viewer.roots]
+    return {"roots": roots, "features": query.viewer.features is not None}
 
 
-def _dataset(viewer: Viewer, query: Query) -> _Answer:
-    dataset = viewer.root(query).dataset()
+def _dataset(query: Query) -> _Answer:
+    dataset = query.dataset()
     run = dataset.run
     return {
         **dataset.summary(),
         "url": dataset.root.url,
-        "dtype": run.dtype,
-        "d_model": run.d_model,
         "taps": dataset.taps,
-        "float_taps": [*tap_widths(dataset)],
         "keep": list(run.keep or ()),
         "answers": run.generation is not None,
         "grids": bool(run.generation is not None and run.answers_are_grids),
@@ -136,9 +134,9 @@ def _dataset(viewer: Viewer, query: Query) -> _Answer:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def _samples(viewer: Viewer, query: Query) -> _Answer:
+def _samples(query: Query) -> _Answer:
     """Return a page of the list of samples, or the samples that match a search."""
-    dataset = viewer.root(query).dataset()
+    dataset = query.dataset()
     names = ("find", "label", "role", "min", "max")
     if any(query.text(name) for name in names):
         return _search(dataset, query)
@@ -193,20 +191,15 @@ def _matches(
     return found
 
 
-def _chosen(viewer: Viewer, query: Query, root: str = "root") -> StoredSample:
-    return viewer.root(query, root).dataset().sample(query.number("stream"), query.number("index"))
-
-
-def _sample(viewer: Viewer, query: Query) -> _Answer:
+def _sample(query: Query) -> _Answer:
     """Return a sample without its rows: tokens and their texts, roles, kept fields, and its answer."""
-    dataset, sample = viewer.root(query).dataset(), _chosen(viewer, query)
+    dataset, sample = query.dataset(), query.sample()
     ref = sample.ref
     return {
         "stream": ref.stream,
         "index": ref.index,
         "task_id": ref.task_id,
         "truncated": ref.truncated,
-        "augmentation": ref.augmentation,
         "kept": ref.kept,
         "tokens": sample.shown_texts(),
         "ids": sample.tokens,
@@ -233,40 +226,30 @@ def _answer_of(dataset: Dataset, sample: StoredSample) -> _Answer | None:
     return {"text": found.text, "tokens": texts, "logprobs": list(found.logprobs), "stop_reason": found.stop_reason}
 
 
-def _heat(viewer: Viewer, query: Query) -> _Answer:
+def _heat(query: Query) -> _Answer:
     """Return one number for each token of a sample."""
-    sample, measure, tap = _chosen(viewer, query), query.text("measure", "norm"), query.text("tap")
+    sample, measure, tap = query.sample(), query.text("measure", "norm"), query.text("tap")
     if measure == "distance":
         other = query.text("other")
         both = sample.all_rows((tap, other))
-        values, _ = row_distances(both[tap], both[other], f"{tap} and {other}")
-    else:
-        rows = sample[tap].astype(np.float64)
-        values = _measured(rows, measure, query)
-    return {"values": _compact(values)}
-
-
-def _measured(rows: _Array, measure: str, query: Query) -> _Array:
+        return {"values": _compact(row_distances(both[tap], both[other], f"{tap} and {other}")[0])}
+    rows = sample[tap].astype(np.float64)
     if measure == "norm":
-        return np.asarray(np.linalg.norm(rows, axis=1))
-    if measure == "dimension":
-        number = query.number("dimension", 0)
-        if number >= rows.shape[1]:
-            raise UserError("dimension", expected=f"a number below {rows.shape[1]}", found=number)
-        return np.asarray(rows[:, number])
-    if measure == "similarity":
-        number = query.number("token", 0)
-        if number >= len(rows):
-            raise UserError("token", expected=f"a number below {len(rows)}", found=number)
+        values = np.linalg.norm(rows, axis=1)
+    elif measure == "dimension":
+        values = rows[:, query.number("dimension", 0, below=rows.shape[1])]
+    elif measure == "similarity":
         unit = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
-        return np.asarray(unit @ unit[number])
-    raise UserError("measure", expected="norm, dimension, similarity or distance", found=measure[:40])
+        values = unit @ unit[query.number("token", 0, below=len(rows))]
+    else:
+        raise UserError("measure", expected="norm, dimension, similarity or distance", found=measure[:40])
+    return {"values": _compact(np.asarray(values))}
 
 
-def _grid(viewer: Viewer, query: Query) -> _Answer:
+def _grid(query: Query) -> _Answer:
     """Return the layer × token view: the norm of each row, or its distance from the row at the tap before."""
-    sample, first = _chosen(viewer, query), query.number("first", 0)
-    widths = {tap: width for tap, width in tap_widths(viewer.root(query).dataset()).items() if tap in sample.taps}
+    sample, first = query.sample(), query.number("first", 0)
+    widths = {tap: width for tap, width in tap_widths(query.dataset()).items() if tap in sample.taps}
     rows = sample.all_rows(widths, first=first, count=_token_count(widths))
     if query.text("measure", "norm") == "norm":
         norms = [_compact(np.linalg.norm(each.astype(np.float64), axis=1)) for each in rows.values()]
@@ -284,9 +267,9 @@ def _token_count(widths: Mapping[str, int]) -> int:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def _layers(viewer: Viewer, query: Query) -> _Answer:
+def _layers(query: Query) -> _Answer:
     """Return the norms of every tap, from the commits, or from random rows if those have no statistics."""
-    dataset = viewer.root(query).dataset()
+    dataset = query.dataset()
     known = {tap: known_stats(dataset, tap) for tap in tap_widths(dataset)}
     missing = [tap for tap, stats in known.items() if stats is None]
     batch = sampled_rows(dataset, missing) if missing else RowBatch(np.zeros((0, 0)))
@@ -307,9 +290,9 @@ def _norms(tap: str, stats: TapStatistics, *, complete: bool) -> _Answer:
     }
 
 
-def _tap(viewer: Viewer, query: Query) -> _Answer:
+def _tap(query: Query) -> _Answer:
     """Return a tap at a glance: the distribution of norms, its largest rows, and its dimensions."""
-    dataset, tap = viewer.root(query).dataset(), query.text("tap")
+    dataset, tap = query.dataset(), query.text("tap")
     few = dimension_stats(dataset, tap)
     stats = known_stats(dataset, tap) or few
     mean, deviation = few.mean, np.sqrt(few.variance)
@@ -338,9 +321,9 @@ def _text_of(dataset: Dataset, token: int) -> str:
         return f"token {token}"
 
 
-def _space(viewer: Viewer, query: Query) -> _Answer:
+def _space(query: Query) -> _Answer:
     """Return random rows on their first two principal directions, with the role and the kept fields of each."""
-    dataset, tap = viewer.root(query).dataset(), query.text("tap")
+    dataset, tap = query.dataset(), query.text("tap")
     batch = sampled_rows(dataset, [tap])
     plane, explained = main_plane(batch.rows[tap])
     return {
@@ -354,9 +337,9 @@ def _space(viewer: Viewer, query: Query) -> _Answer:
     }
 
 
-def _cosine(viewer: Viewer, query: Query) -> _Answer:
+def _cosine(query: Query) -> _Answer:
     """Return the mean cosine similarity of the same token at each pair of taps of the same width."""
-    dataset = viewer.root(query).dataset()
+    dataset = query.dataset()
     widths = tap_widths(dataset)
     middle = [*widths.values()][len(widths) // 2]
     alike = [tap for tap, width in widths.items() if width == middle]
@@ -368,9 +351,9 @@ def _cosine(viewer: Viewer, query: Query) -> _Answer:
 # -- two datasets, features, scores ------------------------------------------------------------------------------------
 
 
-def _compare(viewer: Viewer, query: Query) -> _Answer:
+def _compare(query: Query) -> _Answer:
     """Return how far some samples of two datasets are apart, and which samples differ most."""
-    a, b = viewer.root(query, "root").dataset(), viewer.root(query, "other").dataset()
+    a, b = query.dataset(), query.dataset("other")
     widths = tap_widths(b)
     shared = [tap for tap, width in tap_widths(a).items() if widths.get(tap) == width]
     found = compare_datasets(a, b, shared or None, samples=_COMPARED)
@@ -384,11 +367,11 @@ def _compare(viewer: Viewer, query: Query) -> _Answer:
     }
 
 
-def _difference(viewer: Viewer, query: Query) -> _Answer:
+def _difference(query: Query) -> _Answer:
     """Return the distance of each token's row in two datasets, relative to the norm in the first, at every tap."""
-    one, two = _chosen(viewer, query, "root"), _chosen(viewer, query, "other")
+    one, two = query.sample(), query.sample("other")
     first = query.number("first", 0)
-    widths = tap_widths(viewer.root(query).dataset())
+    widths = tap_widths(query.dataset())
     shared = {tap: width for tap, width in widths.items() if tap in one.taps and tap in two.taps}
     mine, theirs = (each.all_rows(shared, first=first, count=_token_count(shared)) for each in (one, two))
     alike = [tap for tap in shared if mine[tap].shape == theirs[tap].shape]
@@ -396,18 +379,18 @@ def _difference(viewer: Viewer, query: Query) -> _Answer:
     return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}
 
 
-def _index(viewer: Viewer) -> FeatureIndex:
-    if viewer.features is None:
-        raise UserError("no autoencoder was given", fix="start with: spile view ROOT --sae PATH")
-    return viewer.features
+def _feature(query: Query) -> _Answer:
+    index = query.features()
+    return index.feature(query.dataset(), query.number("feature", below=index.sae.features))
 
 
-def _score(viewer: Viewer, query: Query) -> _Answer:
+def _score(query: Query) -> _Answer:
     """Return the score of an infer run on ARC tasks, with the grids of each task."""
-    viewer.root(query)
-    score = viewer.score(query.number("root", 0))
-    summary = {name: value for name, value in score.record().items() if name != "by_task"}
-    return {"summary": summary, "tasks": [_task(task) for task in score.tasks]}
+    scores, number, root = query.viewer.scores, query.number("root", 0), query.root()
+    if number not in scores:
+        scores[number] = score_run(root.url, None, None)
+    summary = {name: value for name, value in scores[number].record().items() if name != "by_task"}
+    return {"summary": summary, "tasks": [_task(task) for task in scores[number].tasks]}
 
 
 def _task(task: TaskScore) -> _Answer:
@@ -425,11 +408,11 @@ def _task(task: TaskScore) -> _Answer:
     }
 
 
-ENDPOINTS: dict[str, Callable[[Viewer, Query], _Answer]] = {
+ENDPOINTS: dict[str, Callable[[Query], _Answer]] = {
     "about": _about,
-    "run": lambda viewer, query: viewer.root(query).describe_run(),
-    "stream": lambda viewer, query: viewer.root(query).describe_stream(query.number("stream")),
-    "events": lambda viewer, query: {"events": viewer.root(query).events()},
+    "run": lambda query: query.root().describe_run(),
+    "stream": lambda query: query.root().describe_stream(query.number("stream")),
+    "events": lambda query: {"events": query.root().events()},
     "dataset": _dataset,
     "samples": _samples,
     "sample": _sample,
@@ -441,7 +424,7 @@ ENDPOINTS: dict[str, Callable[[Viewer, Query], _Answer]] = {
     "cosine": _cosine,
     "compare": _compare,
     "difference": _difference,
-    "features": lambda viewer, query: _index(viewer).overview(viewer.root(query).dataset()),
-    "feature": lambda viewer, query: _index(viewer).feature(viewer.root(query).dataset(), query.number("feature")),
+    "features": lambda query: query.features().overview(query.dataset()),
+    "feature": _feature,
     "score": _score,
 }

@@ -113,19 +113,17 @@ class Root:
     def describe_run(self, max_age: float = 2.0) -> dict[str, Any]:
         """Return the table of streams, the totals, the throughput over time and the state of the fleet."""
         snapshot = self.snapshot(max_age)
-        fleet = self._fleet_state()
-        zones, stories = fleet.pop("zones", {}), fleet.pop("stories", {})
-        rows = [self._row(view, zones.get(view.number, ""), stories.get(view.number)) for view in snapshot.streams]
-        state = snapshot.to_json()
-        del state["streams"]
+        fleet, workers = self._fleet_state()
+        rows = [self._row(view, workers.get(view.number)) for view in snapshot.streams]
         return {
-            **state,
+            **snapshot.to_json(),
+            "streams": len(rows),
             "columns": COLUMNS,
             "rows": rows,
             "states": {view.state.value: snapshot.count(view.state) for view in snapshot.streams},
             "throughput": throughput(self._reader.history, self._starts()),
             "quarantined": snapshot.quarantined,
-            "fleet": fleet or None,
+            "fleet": fleet,
         }
 
     def _starts(self) -> dict[str, float]:
@@ -136,42 +134,39 @@ class Root:
                 found[beat.attempt] = parse_time(beat.started)
         return found
 
-    def _row(self, view: StreamView, zone: str, story: tuple[int, str] | None) -> list[Any]:
-        commits = self._reader.history.get(view.number, [])
-        attempts = {point.attempt for point in commits}
-        beat = self._reader.beats.get(view.number)
-        if beat is not None:
-            attempts.add(beat.attempt)
-        restarts, reason = story or (max(0, len(attempts) - 1), "")
+    def _row(self, view: StreamView, worker: tuple[str, int, str] | None) -> list[Any]:
+        commits, beat = self._reader.history.get(view.number, []), self._reader.beats.get(view.number)
+        attempts = {each.attempt for each in (*commits, beat) if each is not None}
+        zone, restarts, reason = worker or ("", max(0, len(attempts) - 1), "")
         return [
             view.number, view.name, zone, view.state.value, str(view.phase), view.samples, view.expected,
             view.tokens_per_second, view.seconds_left, view.tokens, view.bytes, view.shards, view.committed,
             commits[-1].time if commits else None, view.age, restarts, view.retries, view.last_error or reason,
         ]  # fmt: skip
 
-    def _fleet_state(self) -> dict[str, Any]:
+    def _fleet_state(self) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int, str]]]:
+        """Return the state of the fleet, and the zone, the restarts and their reasons of each worker by its stream."""
         if self.home is None:
-            return {}
+            return None, {}
         fleet, history, reports = self.home.read_fleet(), self.home.read_history(), self.home.read_reports()
-        zones, stories = {}, {}
+        workers = {}
         for worker in fleet.workers:
             past, report = history.workers.get(worker.id), reports.get(worker.name)
-            zones[worker.id] = past.zone if past else worker.zone
-            restarts = max(0, (report.launches if report else 0) - 1, past.creates - 1 if past else 0)
-            counts = [(past.preemptions, "preempted"), (past.crashes, "crashed")] if past else []
-            reasons = [f"{word} {count}×" for count, word in counts if count]
-            reasons += [each for each in (past.gave_up or past.lost or past.note,) if each] if past else []
-            reasons += [report.error.strip().splitlines()[-1]] if report and report.error.strip() else []
-            stories[worker.id] = restarts, "; ".join(reasons)
-        return {
+            restarts = [0, report.launches - 1 if report else 0, past.creates - 1 if past else 0]
+            reasons = [report.error.strip().splitlines()[-1]] if report and report.error.strip() else []
+            if past:
+                counts = ((past.preemptions, "preempted"), (past.crashes, "crashed"))
+                known = [f"{word} {count}×" for count, word in counts if count]
+                reasons = [*known, *filter(None, [past.gave_up or past.lost or past.note]), *reasons]
+            workers[worker.id] = (past.zone if past else worker.zone, max(restarts), "; ".join(reasons))
+        state = {
             "name": fleet.name,
             "workers": len(fleet.workers),
             "dollars": history.dollars,
             "budget": fleet.policy.budget,
             "stopped": history.stopped,
-            "zones": zones,
-            "stories": stories,
         }
+        return state, workers
 
     def describe_stream(self, number: int) -> dict[str, Any]:
         """Return one stream: its heartbeat's log lines, its last commits, and the worker's log if there is a fleet."""

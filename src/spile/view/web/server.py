@@ -116,7 +116,7 @@ async def _events(viewer: Viewer, query: Mapping[str, str], interval: float) -> 
     sent: object = None
     while True:
         try:
-            root = viewer.root(Query(query))
+            root = Query(viewer, query).root()
             state, event = await asyncio.to_thread(root.describe_run, interval / 2), b"run"
         except (SpileError, OSError) as error:
             state, event = {"error": str(error)}, b"problem"
