@@ -45,7 +45,7 @@ from spile.store.stream import read_run
 from spile.store.streams import finished_quarantines
 from spile.view import fleet as fleet_view
 from spile.view import streams as streams_view
-from spile.view.metrics import MetricsServer
+from spile.view.metrics import serve_metrics
 from spile.view.table import output
 from spile.worker.signals import handled
 
@@ -72,13 +72,13 @@ def watch_fleet(
 
     def look() -> FleetStatus:
         status = next(looks, None) or monitor.step()
-        metrics.update(status.to_json())
+        show_metrics(status.to_json())
         return status
 
     with (
         ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
         handled(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
-        MetricsServer(metrics_port) as metrics,
+        serve_metrics(metrics_port) as show_metrics,
     ):
         monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, makes=makes)
         try:
@@ -161,11 +161,11 @@ def _watch_root(root: str, interval: float, once: bool, as_json: bool, metrics_p
     if as_json:
         print_json(reader.take().to_json())
         return 0
-    with MetricsServer(metrics_port) as metrics:
+    with serve_metrics(metrics_port) as show_metrics:
 
         def look() -> Snapshot:
             snapshot = reader.take()
-            metrics.update(snapshot.to_json())
+            show_metrics(snapshot.to_json())
             return snapshot
 
         streams_view.watch(look, output(), interval=interval, once=once)

@@ -77,8 +77,7 @@ class _SampleTable(NamedTuple):
     """Consecutive samples of a stream that are in one shard, sorted by stream and sample index."""
 
     shard: _Numbers
-    first: _Numbers
-    """Index of the first sample."""
+    first: _Numbers  # index of the first sample
     start: _Numbers
     """Number of the first sample, counted over all streams; one more entry at the end: the number of samples."""
 

@@ -43,8 +43,7 @@ from spile.store.shard_reader import ShardReader
 
 HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 """What TransformerLens calls tap kinds."""
-_SLICE = 16_384
-"""Rows that are converted at a time."""
+_SLICE = 16_384  # rows that are converted at a time
 _UNFINISHED = ".spile-export"
 
 _Array = npt.NDArray[Any]

@@ -5,13 +5,15 @@ This module is imported only by ``dataset.grain(…)``, so that reading does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grain
 
 if TYPE_CHECKING:
     from spile.reading.readers import ShuffledReaders
+    from spile.reading.shuffle import Shuffled
 
 
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
@@ -19,23 +21,23 @@ class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
 
     def __init__(self, dataset: ShuffledReaders, tap: Any, **how: Any) -> None:
         super().__init__()
-        self._dataset, self._tap, self._how = dataset, tap, how
-        self._dataset.shuffled(tap, **how).close()  # wrong arguments are reported here
+        self._place, self._tap = dataset.place, tap
+        self._open = partial(dataset.shuffled, tap, **how)
+        self._open().close()  # wrong arguments are reported here
 
     def __iter__(self) -> GrainBatches:
-        return GrainBatches(self._dataset, self._tap, self._how)
+        return GrainBatches(self._open)
 
     def __str__(self) -> str:
-        return f"GrainRows({self._dataset.place}, {self._tap})"
+        return f"GrainRows({self._place}, {self._tap})"
 
 
 class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
     """The iterator that Grain saves and restores."""
 
-    def __init__(self, dataset: ShuffledReaders, tap: Any, how: Mapping[str, Any]) -> None:
+    def __init__(self, open_reader: Callable[..., Shuffled]) -> None:
         super().__init__()
-        self._dataset, self._tap, self._how = dataset, tap, dict(how)
-        self._reader = dataset.shuffled(tap, **self._how)
+        self._open, self._reader = open_reader, open_reader()
 
     def __next__(self) -> Any:
         return next(self._reader)
@@ -45,7 +47,7 @@ class GrainBatches(grain.DatasetIterator[Any]):  # type: ignore[misc]
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._reader.close()
-        self._reader = self._dataset.shuffled(self._tap, **{**self._how, "state": state})
+        self._reader = self._open(state=state)
 
     def __str__(self) -> str:
-        return f"GrainBatches({self._tap})"
+        return "GrainBatches"

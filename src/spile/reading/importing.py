@@ -36,15 +36,11 @@ from spile.store.stream import StreamStore, join_run, join_stream, read_run
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""
-_MOST_EXPANSION = 10
-"""Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3."""
-_ALWAYS_ALLOWED = 256 << 20
-"""Unpacked bytes that are accepted for any size of the compressed file."""
-_MOST_INSTRUCTIONS = 4_000_000
-"""Instructions of one pickle. A sample takes about fifty."""
+_MOST_EXPANSION = 10  # Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3.
+_ALWAYS_ALLOWED = 256 << 20  # unpacked bytes that are accepted for any size of the compressed file
+_MOST_INSTRUCTIONS = 4_000_000  # Instructions of one pickle. A sample takes about fifty.
 _MOST_LAYERS = 100_000
-_MOST_MISSING = 100_000
-"""Sample indices without a sample that are accepted, in addition to twenty for each sample."""
+_MOST_MISSING = 100_000  # sample indices without a sample that are accepted, in addition to twenty for each sample
 
 _EXPECTED = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
 
@@ -64,8 +60,7 @@ class PickledSample(NamedTuple):
         return self.number, self.rows.shape
 
 
-_Content = dict[int, list[PickledSample]]
-"""The samples of each layer."""
+_Content = dict[int, list[PickledSample]]  # the samples of each layer
 
 
 class _Refused(Exception):
@@ -319,8 +314,7 @@ class _Survey(NamedTuple):
     sha256: str
     layers: tuple[int, ...]
     width: int
-    samples: int
-    """One more than the largest sample index."""
+    samples: int  # one more than the largest sample index
 
 
 def import_pickles(
@@ -337,15 +331,6 @@ def import_pickles(
 
     The first of two passes checks every file, so that nothing is stored of a source with a bad file; the second stores
     one shard per file.
-
-    Args:
-        source: A file, or a folder.
-        root: Where the dataset is stored.
-        worker_id: Number of the stream.
-        site: Tap kind of the rows.
-        model: Name of the model. Imports of different models are different runs.
-        store_dtype: What rows are stored as.
-        seen: Called with the number of stored files and of all files.
     """
     files = _pickle_files(source)
     survey = _survey(files, store_dtype)

@@ -25,14 +25,11 @@ from spile.store.streams import Stream, read_ledgers
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset
 
-_ROWS = 1024
-"""Random rows for the comparison of layers and the main directions."""
-_SAMPLES = 64
-"""The random samples that these rows are taken from."""
+_ROWS = 1024  # random rows for the comparison of layers and the main directions
+_SAMPLES = 64  # the random samples that these rows are taken from
 _READ_ROWS = 16_384
 _THREADS = 4
-_READS = 32
-"""Concurrent reads of a few rows: a bucket answers each after tens of milliseconds."""
+_READS = 32  # concurrent reads of a few rows: a bucket answers each after tens of milliseconds
 
 _Array = npt.NDArray[Any]
 
@@ -293,11 +290,7 @@ def compare_datasets(
 ) -> Comparison:
     """Compare the rows of the same samples in two datasets. Samples are matched by stream and index.
 
-    Args:
-        a: The dataset whose norms distances are relative to.
-        b: The other dataset.
-        taps: The taps; None takes those that both have.
-        samples: Compare only this many samples, spread over the data; None compares all.
+    ``samples`` limits the comparison to this many samples, spread over the data.
     """
     for tap in taps or ():
         a.streams_with((tap,), None), b.streams_with((tap,), None)

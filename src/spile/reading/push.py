@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from spile.errors import SpecError, StoreError, UserError
 from spile.objects.folder import Folder, ObjectInfo, read_chunks
 from spile.objects.hub import HubFolder, HubName, hub_errors
 from spile.reading.dataset import Dataset
+from spile.reading.export import Seen, ignore_progress
 from spile.store.layout import PROGRESS, SUSPECTS, predictions_name, stream_number
 from spile.store.stream import read_run
 
-_GROUP = 4 << 30
-"""Bytes of the files of one commit. A push that is interrupted repeats at most this much."""
+_GROUP = 4 << 30  # Bytes of the files of one commit. A push that is interrupted repeats at most this much.
 _FILES = 100
 _DATA = (".safetensors", ".jsonl")
 _NOT_PUSHED = (PROGRESS, SUSPECTS)
@@ -43,16 +43,9 @@ def push_dataset(
     extra: Mapping[str, bytes],
     *,
     private: bool = False,
-    seen: Callable[[int, int], None] = lambda _done, _total: None,
+    seen: Seen = ignore_progress,
 ) -> Pushed:
-    """Upload a dataset and compare what the hub then lists with it.
-
-    Args:
-        dataset: The dataset.
-        target: ``hf://datasets/OWNER/NAME``. The repository is created if it does not exist.
-        extra: Files that are added to the repository, such as the card.
-        private: Whether a new repository is private.
-        seen: A function that is called with the number of uploaded bytes and of all bytes.
+    """Upload a dataset and the files ``extra``, such as its card, and compare what the hub then lists with them.
 
     Raises:
         UserError: The dataset is empty, or the repository holds another run or may not be written.

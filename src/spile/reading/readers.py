@@ -196,8 +196,7 @@ class DeviceBatches(Iterator[Any]):
     """Batches as JAX arrays. ``state()`` is the state after the last batch given, not after the last one copied."""
 
     def __init__(self, reader: Shuffled, sharding: Any, ahead: int) -> None:
-        self._reader, self._ahead = reader, max(1, ahead)
-        self._put = _putter(sharding)
+        self._reader, self._sharding, self._ahead = reader, sharding, max(1, ahead)
         self._coming: deque[tuple[Any, Mapping[str, Any]]] = deque()
         self._state: Mapping[str, Any] = self._reader.state()
 
@@ -226,17 +225,16 @@ class DeviceBatches(Iterator[Any]):
         self._reader.close()
 
     def _placed(self, batch: Any) -> Any:
-        if isinstance(batch, RowBatch):
-            batch = {name: value for name, value in vars(batch).items() if value is not None}
         import jax
 
+        if isinstance(batch, RowBatch):
+            batch = {name: value for name, value in vars(batch).items() if value is not None}
         return jax.tree.map(lambda part: part if part.dtype == object else self._put(part), batch)
 
+    def _put(self, rows: Any) -> Any:
+        """Copy to the default device, or make this process's part of a global array."""
+        import jax
 
-def _putter(sharding: Any) -> Callable[[Any], Any]:
-    """Return a function that copies to the default device, or makes this process's part of a global array."""
-    import jax
-
-    if sharding is None:
-        return jax.device_put
-    return lambda rows: jax.make_array_from_process_local_data(sharding, rows)
+        if self._sharding is None:
+            return jax.device_put(rows)
+        return jax.make_array_from_process_local_data(self._sharding, rows)

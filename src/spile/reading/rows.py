@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from spile.reading.shuffle import ShufflePlan
     from spile.store.shard_reader import ShardReader
 
-_PIECE = 8 << 20
-"""Bytes of one read, approximately."""
-_DEPTH = 8
-"""Reads that run, or wait with their rows, while one piece is consumed."""
-_READ_BYTES = 4 << 20
-"""Bytes that one call of a shuffled reader reads and checks, approximately."""
+_PIECE = 8 << 20  # bytes of one read, approximately
+_DEPTH = 8  # reads that run, or wait with their rows, while one piece is consumed
+_READ_BYTES = 4 << 20  # bytes that one call of a shuffled reader reads and checks, approximately
 _BUCKET_THREADS = 16
 _DISK_THREADS = 4
 

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 _PARALLEL = 16
 _SHARDS_AT_ONCE = 4
-_PIECE = 8 << 20
-"""Bytes of one read, approximately."""
-_SHOWN = 400
-"""Tokens of a sample that a heat map shows."""
+_PIECE = 8 << 20  # bytes of one read, approximately
+_SHOWN = 400  # tokens of a sample that a heat map shows
 _NEWLINE = "↵\n"
 
 _Array = npt.NDArray[Any]

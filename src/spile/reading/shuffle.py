@@ -41,19 +41,15 @@ from spile.store.statistics import widened
 MEMORY = 2 << 30
 """Default size of the shuffle buffer in bytes."""
 RowOrder = Literal["random", "data"]
-_SPREAD = 12
-"""Windows over which the rows of a group are divided."""
+_SPREAD = 12  # windows over which the rows of a group are divided
 _BLOCKS = 4096
 """Blocks that the buffer holds. With fewer, a sparse autoencoder trained on the rows ends measurably above one trained
 on a full permutation (docs/performance.md)."""
-_REMOTE_BLOCKS = 512
-"""The same for a bucket: each block costs a request."""
-_SMALLEST_PART = 64
-"""Rows of a part of a sample, at least: smaller parts cost more to read than they improve the order."""
+_REMOTE_BLOCKS = 512  # the same for a bucket: each block costs a request
+_SMALLEST_PART = 64  # rows of a part of a sample, at least: smaller parts cost more to read than they improve the order
 _LEAST_BLOCKS = 64
 """Blocks of each of several readers, at least: readers have equally many blocks, and about equally many rows."""
-_AHEAD = 3
-"""Batches that are ready before they are asked for."""
+_AHEAD = 3  # batches that are ready before they are asked for
 
 _Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]

@@ -33,18 +33,18 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _tensors(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: rows if rows.dtype == object else tensor_of(rows) for name, rows in batch.items()}
     if isinstance(batch, RowBatch):
-        known = {name: value for name, value in vars(batch).items() if value is not None}
-        return {name: _tensors(value) if isinstance(value, dict) else tensor_of(value) for name, value in known.items()}
+        return {name: _tensors(value) for name, value in vars(batch).items() if value is not None}
+    if isinstance(batch, Mapping):
+        return {name: rows if rows.dtype == object else tensor_of(rows) for name, rows in batch.items()}
     return tensor_of(batch)
 
 
 class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
     """Batches of tensors, for ``DataLoader(…, batch_size=None)`` or for direct iteration.
 
-    Rank and world size come from ``torch.distributed`` if it is initialised, unless they are given.
+    Rank and world size come from ``torch.distributed`` if it is initialised, unless they are given. torchdata's
+    ``StatefulDataLoader`` saves and restores the state of each worker's copy.
     """
 
     def __init__(
@@ -62,50 +62,29 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
         self._world = world if world is not None else torch.distributed.get_world_size() if distributed else 1
         self._dataset, self._tap, self._after, self._how = dataset, tap, after, how
         self._state: Mapping[str, Any] | None = None
-        self._given: TensorBatches | None = None
-        self._reader(0, 1).close()  # wrong arguments are reported here, not in a worker
+        self._reader: Shuffled | None = None
+        self._open(0, 1).close()  # wrong arguments are reported here, not in a worker
 
-    def __iter__(self) -> TensorBatches:
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self._given = TensorBatches(self, worker, workers, self._state)
-        return self._given
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch of this process; each worker of a loader has its own state."""
-        return dict(self._state or {}) if self._given is None else self._given.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iterator continue from a state."""
-        self._state, self._given = state, None
-
-    def reader(self, worker: int, workers: int, state: Mapping[str, Any] | None) -> Shuffled:
-        """Return the reader of one worker of a loader.
+    def __iter__(self) -> Iterator[Any]:
+        """Read the part of this worker of a loader.
 
         A loader takes batches from its workers in turn, starting with the first. So the number of batches given before
         tells how many each worker gave and whose turn is next; that worker's part becomes the part of the first one.
         """
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         part = (worker + self._after) % workers
-        return self._reader(part, workers, state, max(0, -(-(self._after - part) // workers)))
-
-    def _reader(self, worker: int, workers: int, state: Mapping[str, Any] | None = None, after: int = 0) -> Shuffled:
-        part = (self._rank * workers + worker, self._world * workers)
-        return self._dataset.shuffled(self._tap, part=part, state=state, after=after, **self._how)
-
-
-class TensorBatches(Iterator[Any]):
-    """The iterator of one worker, which torchdata's ``StatefulDataLoader`` saves and restores."""
-
-    def __init__(self, source: TorchRows, worker: int, workers: int, state: Mapping[str, Any] | None) -> None:
-        self._source, self._worker, self._workers = source, worker, workers
-        self._reader = source.reader(worker, workers, state or None)
-
-    def __next__(self) -> Any:
-        return _tensors(next(self._reader))
+        self._reader = self._open(part, workers, max(0, -(-(self._after - part) // workers)))
+        return map(_tensors, self._reader)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._reader.state()
+        """Return the state after the last batch of this process; each worker of a loader has its own state."""
+        return dict(self._state or {}) if self._reader is None else self._reader.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reader.close()
-        self._reader = self._source.reader(self._worker, self._workers, state)
+        """Make the next iterator continue from a state."""
+        self._state, self._reader = state or None, None
+
+    def _open(self, worker: int, workers: int, after: int = 0) -> Shuffled:
+        part = (self._rank * workers + worker, self._world * workers)
+        return self._dataset.shuffled(self._tap, part=part, state=self._state, after=after, **self._how)

@@ -18,7 +18,7 @@ from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
-from spile.view.table import Lasting, headline, print_event, print_facts, totals_line
+from spile.view.table import Lasting, headline, print_event, print_facts, totals_line, verify_command
 from spile.worker.signals import handled
 
 _LINE_EVERY = 10.0
@@ -74,15 +74,14 @@ class EngineView:
             totals = f"not seen: {error}"
         again = outcome.attempts - streams
         more = f", {counted(again, 'attempt')} more than streams" if again > 0 else ""
-        bound = "" if max_samples is None else f" --max-samples {max_samples}"
-        complete = outcome.done == streams
+        command = verify_command(root, max_samples) if outcome.done == streams else "the same command again resumes"
         facts = [
             ("activations", root),
             ("streams", f"{outcome.done} of {streams} done{more}"),
             ("dataset", totals),
             *(("quarantined", line.removeprefix("quarantined ")) for line in quarantined),
             *(("given up", f"stream {number}: {problem}") for number, problem in outcome.failed.items()),
-            ("next", f"spile verify {root}{bound}" if complete else "the same command again resumes"),
+            ("next", command),
         ]
         print_facts(self.console, facts)
 

@@ -24,6 +24,7 @@ from spile.view.table import (
     headline,
     health_line,
     totals_line,
+    verify_command,
 )
 
 _STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
@@ -96,8 +97,7 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
         cut=True,
     ),
 )
-_SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
-"""The columns that are omitted first in a narrow terminal."""
+_SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")  # the columns that are omitted first in a narrow terminal
 
 
 def _status_word(each: WorkerStatus) -> str:
@@ -197,8 +197,7 @@ def watch(
     ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"
-    bound = "" if status.fleet.max_samples is None else f" --max-samples {status.fleet.max_samples}"
-    following = f"spile verify {status.fleet.root}{bound}"
+    following = verify_command(status.fleet.root, status.fleet.max_samples)
     if status.failed and status.history.stopped:
         following = "spile deploy continues the run"
         if not status.fleet.policy.stop:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -63,46 +64,42 @@ def _label(name: str, value: object) -> str:
     return f'{{{name}="{text}"}}'
 
 
-class MetricsServer:
-    """Serves the last status at ``/metrics``. A port of 0 picks a free one; None serves nothing."""
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
 
-    def __init__(self, port: int | None) -> None:
-        self._text = "# EOF\n"
-        self.port = 0
-        self._server: ThreadingHTTPServer | None = None
-        if port is None:
-            return
-        owner = self
+    def do_GET(self) -> None:
+        body = self.server.text.encode() if self.path.partition("?")[0] == "/metrics" else b""
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Type", _TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                """Answer /metrics."""
-                body = owner._text.encode() if self.path.partition("?")[0] == "/metrics" else b""
-                self.send_response(200 if body else 404)
-                self.send_header("Content-Type", _TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
 
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-                """Print nothing."""
 
+class _Server(ThreadingHTTPServer):
+    text = "# EOF\n"
+
+
+@contextmanager
+def serve_metrics(port: int | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Serve the last status at ``/metrics`` while a block runs; yield a function that sets it. None serves nothing."""
+    if port is None:
+        yield lambda _status: None
+        return
+    try:
+        server = _Server(("", port), _Handler)
+    except OSError as error:
+        raise SpecError("--metrics-port", expected="a free port", found=f"{port}: {error.strerror}") from error
+
+    def update(status: Mapping[str, Any]) -> None:
+        server.text = metrics_text(status)
+
+    with server:
+        threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         try:
-            self._server = ThreadingHTTPServer(("", port), Handler)
-        except OSError as error:
-            raise SpecError("--metrics-port", expected="a free port", found=f"{port}: {error.strerror}") from error
-        self.port = int(self._server.server_address[1])
-
-    def update(self, status: Mapping[str, Any]) -> None:
-        """Serve this status from now on."""
-        self._text = metrics_text(status)
-
-    def __enter__(self) -> MetricsServer:
-        if self._server is not None:
-            threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            yield update
+        finally:
+            server.shutdown()

@@ -107,8 +107,7 @@ def progress_bar(verb: str, unit: str, *, quiet: bool = False) -> Iterator[Calla
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-_CUT = 24
-"""The minimum width of a column whose cells may be truncated."""
+_CUT = 24  # the minimum width of a column whose cells may be truncated
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,8 @@ class Fitting:
 
 Row = TypeVar("Row")
 Whole = TypeVar("Whole", bound="Snapshot | FleetStatus")
-_AROUND = 5
-"""Lines besides rows and texts: two empty lines, the table's header and footer, and the cursor's line."""
-_ROWS = 6
-"""Table rows for which the messages leave room."""
+_AROUND = 5  # lines besides rows and texts: two empty lines, the table's header and footer, and the cursor's line
+_ROWS = 6  # table rows for which the messages leave room
 
 
 @dataclass(frozen=True)
@@ -286,6 +283,11 @@ def headline(percent: float | None, seconds_left: float | None) -> list[str]:
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts
 
 
+def verify_command(root: str, max_samples: int | None) -> str:
+    """Return the command that proves a dataset."""
+    return f"spile verify {root}" + ("" if max_samples is None else f" --max-samples {max_samples}")
+
+
 def health_line(health: Snapshot | FleetStatus) -> str:
     """Return the counts of the status summary as one line of text."""
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
@@ -307,15 +309,6 @@ def watch(
     """Look and show until ``over``, in place in a terminal, as appended lines elsewhere; return the last state.
 
     An error at the first look is raised. A later one is reported and the look is repeated.
-
-    Args:
-        look: Returns the state.
-        render: Returns the display of a state, given the interval and the height of the terminal.
-        lines: Returns a state as lines of text.
-        over: Returns whether a state is the last one.
-        console: Where it is shown.
-        interval: Seconds between two looks.
-        sleep: A function that waits this long.
     """
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
 

@@ -23,16 +23,13 @@ from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
-from spile.view.table import Lasting, print_event, print_facts
+from spile.view.table import Lasting, print_event, print_facts, verify_command
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
 from spile.worker.signals import handling_signals
 
-_LINE_EVERY = 10.0
-"""Seconds between plain lines if the output is not a terminal."""
-_NOTEBOOK_EVERY = 0.5
-"""Seconds between updates of the bar in a notebook."""
-_BAR, _GAP = 10, 2
-"""The least width of the bar, which fills the rest of the line, and the space between the cells."""
+_LINE_EVERY = 10.0  # seconds between plain lines if the output is not a terminal
+_NOTEBOOK_EVERY = 0.5  # seconds between updates of the bar in a notebook
+_BAR, _GAP = 10, 2  # the least width of the bar, which fills the rest of the line, and the space between the cells
 
 
 @dataclass
@@ -256,11 +253,8 @@ def _wall(visit: ProgressSnapshot) -> str:
 def _next(summary: Summary, max_samples: int | None) -> str:
     if summary.interrupted or not summary.complete:
         return "the same command again resumes"
-    bound = "" if max_samples is None else f" --max-samples {max_samples}"
-    if summary.scattered:
-        here = Path(summary.root).absolute()
-        collect = (
-            f"on your computer: spile collect {here} --tpu-prefix NAME && spile verify collected_activations{bound}"
-        )
-        return f"{collect} (if the hosts share this disk: spile verify {here}{bound})"
-    return f"spile verify {summary.root}{bound}"
+    if not summary.scattered:
+        return verify_command(summary.root, max_samples)
+    here, collected = Path(summary.root).absolute(), verify_command("collected_activations", max_samples)
+    shared = f"if the hosts share this disk: {verify_command(str(here), max_samples)}"
+    return f"on your computer: spile collect {here} --tpu-prefix NAME && {collected} ({shared})"

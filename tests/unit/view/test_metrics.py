@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 import urllib.error
 import urllib.request
 
 import pytest
 
 from spile.errors import SpecError
-from spile.view.metrics import MetricsServer, metrics_text
+from spile.view.metrics import metrics_text, serve_metrics
 
 STATUS = {
     "totals": {"samples": 12, "tokens_per_second": 1500.5},
@@ -45,18 +46,20 @@ def test_the_text_is_openmetrics() -> None:
 
 
 def test_the_server_gives_the_last_status() -> None:
-    with MetricsServer(0) as server:
-        server.update(STATUS)
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as reply:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    with serve_metrics(port) as update:
+        update(STATUS)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
             assert reply.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
             assert reply.read().decode() == metrics_text(STATUS)
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other")
-        with pytest.raises(SpecError, match="--metrics-port: expected a free port"):
-            MetricsServer(server.port)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/other")
+        with pytest.raises(SpecError, match="--metrics-port: expected a free port"), serve_metrics(port):
+            pass
 
 
 def test_no_port_serves_nothing() -> None:
-    with MetricsServer(None) as server:
-        server.update(STATUS)
-        assert server.port == 0
+    with serve_metrics(None) as update:
+        update(STATUS)

@@ -18,14 +18,11 @@ from spile.reading.export import HOOKS
 from spile.reading.inspection import spread
 from spile.spec.safetensors import header_length, parse_header
 
-_TOP = 12
-"""The samples that are shown for a feature."""
-_OPERATIONS = 1e12
-"""The multiplications of one scan, a minute on two cores. It limits the number of rows."""
+_TOP = 12  # the samples that are shown for a feature
+_OPERATIONS = 1e12  # The multiplications of one scan, a minute on two cores. It limits the number of rows.
 _ROWS = 65_536
 _BATCH = 512
-_CONTEXT = 16
-"""The tokens before and after the strongest one."""
+_CONTEXT = 16  # the tokens before and after the strongest one
 _FILES = {"sae_weights.safetensors": "SAELens", "sae.safetensors": "sparsify"}
 _KINDS = ("standard", "standard_transcoder", "topk", "batchtopk", "jumprelu", "matryoshka_batchtopk")
 _SITES = {hook: site for site, hook in HOOKS.items()}
@@ -203,14 +200,10 @@ class _Scan:
     tap: str
     rows: int
     samples: int
-    active: _Array
-    """For each feature: the number of rows where it is active."""
-    top: _Array
-    """For each feature: its largest activations, at most one of each sample; descending, ``[features, 12]``."""
-    where: _Array
-    """For each of these, the number of its address."""
-    address: _Array
-    """Stream, sample and row of each address."""
+    active: _Array  # for each feature: the number of rows where it is active
+    top: _Array  # for each feature: its largest activations, at most one of each sample; descending, ``[features, 12]``
+    where: _Array  # for each of these, the number of its address
+    address: _Array  # stream, sample and row of each address
 
     @classmethod
     def of(cls, dataset: Dataset, sae: Autoencoder, tap: str) -> _Scan:

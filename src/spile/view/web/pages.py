@@ -40,20 +40,16 @@ if TYPE_CHECKING:
     from spile.view.web.features import FeatureIndex
     from spile.view.web.roots import Root
 
-_PAGE = 500
-"""The largest number of samples in one answer."""
+_PAGE = 500  # the largest number of samples in one answer
 _SEARCH_SECONDS = 1.0
 _MATCHES = 200
-_TOKENS = 256
-"""The most tokens of a layer × token view."""
+_TOKENS = 256  # the most tokens of a layer × token view
 _VIEW_BYTES = 32e6
 """The most bytes that it reads, approximately: all taps of a long sample would be hundreds of megabytes."""
 _COMPARED = 24
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
-_OUTLIER = 6.0
-"""A dimension whose root mean square exceeds the median of all dimensions by this factor is an outlier."""
-_DEAD = 1e-6
-"""A dimension whose standard deviation is below this fraction of the median is dead."""
+_OUTLIER = 6.0  # a dimension whose root mean square exceeds the median of all dimensions by this factor is an outlier
+_DEAD = 1e-6  # a dimension whose standard deviation is below this fraction of the median is dead
 
 _LARGE = 3e38
 

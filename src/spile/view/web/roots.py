@@ -26,12 +26,9 @@ from spile.store.snapshot import CommitPoint, Snapshot, SnapshotReader, StreamVi
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer
 
-_REOPEN = 20.0
-"""Seconds after which an unfinished dataset is opened again, to see new commits."""
-_PATIENCE = 3.0
-"""Seconds that the first pages wait for the tokenizer."""
-_BINS = 240
-"""The number of points of the plot of the throughput."""
+_REOPEN = 20.0  # seconds after which an unfinished dataset is opened again, to see new commits
+_PATIENCE = 3.0  # seconds that the first pages wait for the tokenizer
+_BINS = 240  # the number of points of the plot of the throughput
 _ACTIONS = 500
 _LOG_LINES = 400
 _COMMITS = 100
