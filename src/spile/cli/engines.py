@@ -204,13 +204,12 @@ def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
 
 def _begun_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
     """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
-    from spile.store.layout import SPEC
-    from spile.store.stream import read_spec
+    from spile.store.stream import stored_spec
 
-    try:
-        begun = read_spec(f"{open_folder(spec.output).url}/{SPEC}").data
-    except SpecError:  # there is none, or it is damaged and will be replaced
+    stored = stored_spec(open_folder(spec.output))
+    if stored is None:
         return None
+    begun = stored.data
     ours = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
     theirs = (begun.dataset_dir, _absolute(begun.dataset), begun.split, begun.config_name)
     if ours != theirs:

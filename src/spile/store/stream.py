@@ -175,13 +175,11 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     left_out = {"backend": "jax", "prompt.template_from": None}  # run.json does not state these defaults
     theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
-    with suppress(SpecError):  # A damaged spec.json is replaced.
-        other = RunSpec.from_json(get_if_present(root, SPEC) or b"", f"{root.url}/{SPEC}")
+    if other := stored_spec(root):
         theirs["taps"], ours["taps"] = (
             [str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec)
         )
-    differing = differences(theirs, ours)
-    if differing:
+    if differing := differences(theirs, ours):
         raise mismatch(root.url, differing)
 
 
@@ -198,6 +196,13 @@ def _stated(spec: RunSpec) -> dict[str, Any]:
         prefix = f"{part[-1]}." if part and part[-1] in ("prompt", "generation") else ""
         found[prefix + name] = sorted(value) if name == "keep" else value
     return found
+
+
+def stored_spec(root: Folder) -> RunSpec | None:
+    """Return the spec of the last command of a run; None if there is none or it is damaged, and will be replaced."""
+    with suppress(NotFound, SpecError):
+        return RunSpec.from_json(root.get(SPEC), f"{root.url}/{SPEC}")
+    return None
 
 
 def read_spec(location: str) -> RunSpec:

@@ -12,23 +12,23 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from spile.errors import Failure, SpecError, UserError, untrusted
+from spile.errors import Failure, UserError, untrusted
 from spile.objects import open_folder
-from spile.objects.folder import Folder, NotFound
+from spile.objects.folder import Folder
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec, RunSpec
+from spile.spec.run import DataSpec
 from spile.spec.sample import BAD_ROW
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, fence, find_garbage, free_number, remove_garbage, repair_ledger
-from spile.store.layout import COMMITS, RUN, SPEC, STREAM, StreamFiles, survey
+from spile.store.layout import COMMITS, RUN, STREAM, StreamFiles, survey
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_all_commits
 from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.shard_check import check_shard
-from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded
+from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded, stored_spec
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
     Stream,
@@ -191,10 +191,8 @@ def _asked(root: Folder, max_samples: int | None) -> DataSpec:
 
     Without the limits more samples are expected, so an unreadable spec never makes an incomplete dataset complete.
     """
-    try:
-        asked = RunSpec.from_json(root.get(SPEC), f"{root.url}/{SPEC}").data
-    except (NotFound, SpecError):
-        asked = DataSpec()
+    spec = stored_spec(root)
+    asked = DataSpec() if spec is None else spec.data
     return asked if max_samples is None else replace(asked, max_samples=max_samples)
 
 
