@@ -13,7 +13,7 @@ from whole import assert_rows
 from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.store.layout import stream_folder
-from spile.store.predictions import merged
+from spile.store.predictions import read_answers
 from spile.store.streams import open_streams
 from spile.store.verification import verify
 from world import TAPS, items, rows_of
@@ -25,7 +25,7 @@ def assert_answered(url: str) -> None:
     root = open_folder(url)
     wanted = [item for item in items(COUNT) if isinstance(item, Sample)]
     (stream,) = open_streams(root, RUN)
-    assert merged(root.child(stream_folder(0, "tpu")), stream.commits) == [expected(sample) for sample in wanted]
+    assert read_answers(root.child(stream_folder(0, "tpu")), stream.commits) == [expected(sample) for sample in wanted]
     report = verify(root)
     assert report.ok, report.all_problems
     assert report.streams[0].predictions == len(wanted)

@@ -7,7 +7,7 @@ from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import Grid, Task
 from spile.errors import DataError, UserError
 from spile.objects import open_folder
-from spile.store.predictions import merged
+from spile.store.predictions import read_answers
 from spile.store.stream import read_run
 from spile.store.streams import open_streams
 
@@ -25,7 +25,7 @@ def score_run(root: str, reference: str | None, dataset: str | None) -> Score:
     predictions, skipped = [], []
     places = [] if dataset is None else [dataset]
     for stream in open_streams(folder, run):
-        predictions += merged(stream.folder, stream.commits)
+        predictions += read_answers(stream.folder, stream.commits)
         skipped += [skip.task_id for commit in stream.commits for skip in commit.skipped]
         places += [] if dataset is not None else [stream.record.identity.data]
     tasks = _read_tasks(places, needed=reference is None)

@@ -114,7 +114,7 @@ def outside_vocabulary(ids: npt.NDArray[Any], run: RunIdentity) -> bool:
     return bool(len(ids)) and bool(ids.min() < least or (run.vocab_size is not None and ids.max() >= run.vocab_size))
 
 
-def merged(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:
+def read_answers(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:
     """Return all answers of these commits, in the order of their samples."""
     shards = [shard for commit in commits for shard in commit.shards]
     found = [prediction for shard in shards for prediction in read_predictions(folder, shard)]

@@ -28,7 +28,7 @@ from spile.spec.sample import Prediction, Role, Sample
 from spile.spec.taps import MODULE, Tap, tap_kinds
 from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_folder
 from spile.store.ledger import Commit, read_commits
-from spile.store.predictions import merged
+from spile.store.predictions import read_answers
 from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.generator import make_generator
@@ -220,7 +220,7 @@ def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
     because several workers may share it.
     """
     if run.spec.answers_dir is None:
-        predictions = merged(stream.folder, read_commits(stream.folder, stream.record.id))
+        predictions = read_answers(stream.folder, read_commits(stream.folder, stream.record.id))
         _put_answers(run, stream.folder, predictions, b"".join(prediction.line() for prediction in predictions))
         return
     folder = open_folder(run.spec.answers_dir)
@@ -230,7 +230,7 @@ def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
     # view is written again until no ledger has changed: whichever worker writes last has then seen every commit.
     while (commits := _all_commits(run.root)) != written:
         by_stream = {
-            number: merged(run.root.child(stream_folder(number, run.identity.folders)), each)
+            number: read_answers(run.root.child(stream_folder(number, run.identity.folders)), each)
             for number, each in commits.items()
         }
         lines = (prediction.line(number) for number, each in by_stream.items() for prediction in each)

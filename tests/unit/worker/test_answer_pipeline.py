@@ -15,7 +15,7 @@ from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
-from spile.store.predictions import merged
+from spile.store.predictions import read_answers
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
@@ -72,7 +72,7 @@ def run(root: Path, count: int, control: object, groups: int = 1, **sizes: objec
 def check(root: Path, count: int) -> None:
     (stream,) = open_streams(open_folder(str(root)), RUN)
     wanted = [item for item in items(count) if isinstance(item, Sample)]
-    assert [one.sample for one in merged(stream.folder, stream.commits)] == [sample.index for sample in wanted]
+    assert [one.sample for one in read_answers(stream.folder, stream.commits)] == [sample.index for sample in wanted]
     dataset = spile.open(str(root))
     for sample in wanted:
         stored = dataset.sample(0, sample.index)
