@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,15 +29,10 @@ _CHUNK = 256
 """The number of tokens whose logits exist at once; those of all tokens would not fit into memory."""
 
 
-def final_norm(x: Float[Array, "... d_model"], params: Params, config: ModelConfig) -> Float[Array, "... d_model"]:
-    """Return the input of the LM head."""
-    return norm(x, params.final_norm, params.final_norm_bias, config)
-
-
 def logits(params: Params, x: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
     """Return the logits of the next token in float32. The weights must be loaded with ``head``."""
     with jax.named_scope("head"):
-        return _head(params, final_norm(x, params, config), config)
+        return _head(params, norm(x, params.final_norm, params.final_norm_bias, config), config)
 
 
 def _head(params: Params, normed: Float[Array, "rows d_model"], config: ModelConfig) -> Float32[Array, "rows vocab"]:
@@ -64,7 +59,7 @@ def report_head_taps(
     look: Look,
 ) -> Array | None:
     """Report the final norm, the largest logits with their tokens, and the loss of the next token; return the loss."""
-    x = look("final_norm", final_norm(x, params, config))
+    x = look("final_norm", norm(x, params.final_norm, params.final_norm_bias, config))
     tops = {tap.top for tap in taps if tap.top is not None and tap.layer is None}
     if not tops and not any(tap.site == "loss" or tap.gradient for tap in taps):
         return None
@@ -171,33 +166,33 @@ def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenIn
     return [(tap, functools.partial(edit, info=flat)) for tap, edit in every]
 
 
-def _edited(value: Array, tap: Tap, edit: _EditRows) -> Array:
-    """Return the value of a tap after an edit; of values per head, the edit gets those of the tap side by side."""
-    heads = None if tap.heads is None else jnp.asarray(tap.heads)
-    chosen = value if heads is None else value[:, :, heads]
-    rows = chosen.reshape(-1, math.prod(chosen.shape[2:]))
-    new = edit(rows).astype(value.dtype).reshape(chosen.shape)
-    return new if heads is None else value.at[:, :, heads].set(new)
+def _edited(value: Array, site: Site, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
+    """Return a value after the edits of its site; of values per head, an edit gets those of its tap side by side."""
+    for tap, edit in edits:
+        if tap.site == site:
+            heads = None if tap.heads is None else jnp.asarray(tap.heads)
+            chosen = value if heads is None else value[:, :, heads]
+            rows = chosen.reshape(-1, math.prod(chosen.shape[2:]))
+            new = edit(rows).astype(value.dtype).reshape(chosen.shape)
+            value = new if heads is None else value.at[:, :, heads].set(new)
+    return value
 
 
 class TapCollector:
-    """Collects the values of the taps, each passed through ``keep``, and edits the values of other taps."""
+    """Edits the values of taps, and keeps those that are asked for, each passed through ``keep``."""
 
     def __init__(self, taps: tuple[Tap, ...], keep: Keep, edits: Sequence[tuple[Tap, _EditRows]] = ()) -> None:
         self.taps, self.keep, self.edits = taps, keep, edits
         self.kept: dict[Tap, Any] = {}
 
-    def at(self, layer: int | None) -> Look:
-        """Return a function that receives the values of one layer, or of the parts that the model has once."""
+    def look(self, site: Site, value: Array) -> Array:
+        """Edit and collect a value of the parts that the model has once."""
+        value = _edited(value, site, self.edits_of(None))
+        self.collect(None, site, value)
+        return value
 
-        def look(site: Site, value: Array) -> Array:
-            for tap, edit in self.edits:
-                if (tap.site, tap.layer) == (site, layer):
-                    value = _edited(value, tap, edit)
-            self.collect(layer, site, value)
-            return value
-
-        return look
+    def edits_of(self, layer: int | None) -> tuple[tuple[Tap, _EditRows], ...]:
+        return tuple(edit for edit in self.edits if edit[0].layer == layer)
 
     def collect(self, layer: int | None, site: Site, value: Array) -> None:
         """Keep an edited value for the taps that ask for it."""
@@ -205,39 +200,9 @@ class TapCollector:
             if (tap.site, tap.layer) == (site, layer) and tap not in self.kept:
                 self.kept[tap] = self.keep(tap, _row(value, tap))
 
-    def kind(self, layer: int) -> tuple[frozenset[Site], int, tuple[tuple[Tap, _EditRows], ...]]:
-        """Return the sites to collect in a layer, the number of attention weights per head, and the edits."""
-        sites = frozenset(tap.site for tap in self.taps if tap.layer == layer)
-        return sites, pattern_top(self.taps, layer), tuple(edit for edit in self.edits if edit[0].layer == layer)
-
-    def collect_all(self, layer: int, found: Mapping[Site, Array]) -> None:
-        """Keep the values that :class:`LayerTaps` found in a layer."""
-        for site, value in found.items():
-            self.collect(layer, site, value)
-
-    def put(self, taps: Sequence[Tap], kept: Sequence[Any]) -> None:
-        """Add values that were collected elsewhere."""
-        self.kept.update(zip(taps, kept, strict=True))
-
     def all(self) -> tuple[Any, ...]:
         """Return the values in the order of the taps."""
         return tuple(self.kept[tap] for tap in self.taps)
-
-
-class LayerTaps:
-    """Edits the values of one layer, and collects those of some sites; it depends on no layer number."""
-
-    def __init__(self, sites: frozenset[Site], edits: Sequence[tuple[Tap, _EditRows]]) -> None:
-        self.sites, self.edits = sites, edits
-        self.found: dict[Site, Array] = {}
-
-    def look(self, site: Site, value: Array) -> Array:
-        """Return the value after the edits."""
-        for tap, edit in self.edits:
-            value = _edited(value, tap, edit) if tap.site == site else value
-        if site in self.sites:
-            self.found[site] = value
-        return value
 
 
 def _row(value: Array, tap: Tap) -> Array:
@@ -248,11 +213,6 @@ def _row(value: Array, tap: Tap) -> Array:
         return value
     chosen = value if tap.heads is None else value[:, :, jnp.asarray(tap.heads)]
     return chosen.reshape(*value.shape[:2], -1)
-
-
-def pattern_top(taps: tuple[Tap, ...], layer: int) -> int:
-    """Return the largest number of attention weights that a tap of this layer asks for, or 0."""
-    return max((tap.top or 0 for tap in taps if tap.layer == layer), default=0)
 
 
 def head_needed(taps: tuple[Tap, ...]) -> bool:
@@ -311,7 +271,7 @@ def forward(
         x = hidden(params, info, segments, config, runs, attention, mixture, collector, remat=bool(asked))
         if not head_needed(taps):
             return collector.kept, None
-        return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.at(None))
+        return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.look)
 
     kept = compute(keep, ())[0] if not asked else _with_gradients(compute, asked, config, keep, params, info, segments)
     return tuple(kept[taps[group[0]]] for group in tap_groups(taps, runs))
@@ -362,95 +322,107 @@ def hidden(
 
     ``remat``: a backward pass follows, which computes each layer again instead of keeping its values.
     """
-    x = embed(params, info.ids, info.positions, config, collector.at(None))
+    x = embed(params, info.ids, info.positions, config, collector.look)
     with jax.named_scope("rope"):
         lengths = rope.sample_lengths(info.positions, segments) if config.rope.kind == "longrope" else None
         angles = rope.per_layer(config, info.positions, lengths)
-    layers = _Layers(
-        config,
-        ATTENTIONS[attention] if isinstance(attention, str) else attention,
-        MIXTURES[mixture] if isinstance(mixture, str) else mixture,
-        angles,
-        info.positions,
-        segments,
-        remat,
-    )
+    compute = ATTENTIONS[attention] if isinstance(attention, str) else attention
+
+    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, top: int, look: Look) -> tuple[Array, None]:
+        if top:
+            weights, columns = largest_weights(q, k, segments, how, top)
+            begins = info.positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
+            look("pattern", weights)
+            look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
+        return compute(q, k, v, segments, how), None
+
+    length = info.ids.shape[1]
+    windows = [None if window is None or window >= length else window for window in config.windows]
+    layers = Layers(config, windows, angles, attend, mixture, remat=remat)
     stacks = iter(params.layers)
     for run in runs:
         weights = tuple(next(stacks) for _ in range(run.period))
         if run.steps > 1:
-            x = layers.scan(x, run, weights, collector)
+            x = _scan(x, run, weights, layers, segments, collector)
         else:
-            x = layers.one(x, run.first, weights[0], collector)
+            x, _ = layers.run(x, run.first, weights[0], segments, collector)
     return x
 
 
-class _Layers:
+AttendWith = Callable[[Array, Array, Array, Any, Scoring, int, Look], tuple[Array, Any]]
+"""The attention of any layer. Takes rotated queries, rotated keys, values, a state, the layer's options, the number of
+attention weights that taps ask for, and a function for these; returns the output of the heads and the new state."""
+
+
+class Layers:
     """The layers of one forward pass, with everything they need besides their weights."""
 
     def __init__(
         self,
         config: ModelConfig,
-        attention: Attention,
-        mixture: Mixture,
+        windows: Sequence[int | None],
         angles: Sequence[Angles | None],
-        positions: Array,
-        segments: Array,
-        remat: bool,
+        attend: AttendWith,
+        mixture: str | Mixture,
+        *,
+        remat: bool = False,
     ) -> None:
-        self._config, self._attention, self._mixture, self._remat = config, attention, mixture, remat
-        self._angles, self._positions, self._segments = angles, positions, segments
+        self._config, self._windows, self._angles, self._attend, self._remat = config, windows, angles, attend, remat
+        self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
         self._traced = functools.cache(self._trace)
+
+    def run(self, x: Hidden, index: int, weights: Layer, state: Any, collector: TapCollector) -> tuple[Hidden, Any]:
+        """Compute one layer; return its output and the state that its attention returned."""
+        taps = [tap for tap in collector.taps if tap.layer == index]
+        sites, top = frozenset(tap.site for tap in taps), max((tap.top or 0 for tap in taps), default=0)
+        with jax.named_scope(f"layer.{index}"):
+            layer = self._traced(self._windows[index], sites, top, collector.edits_of(index))
+            x, state, found = layer(x, weights, self._angles[index], state)
+            for site, value in found.items():
+                collector.collect(index, site, value)
+        return x, state
 
     def _trace(
         self, window: int | None, sites: frozenset[Site], top: int, edits: tuple[tuple[Tap, _EditRows], ...]
     ) -> Any:
         """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
-        def run(x: Hidden, layer: Layer, angles: Angles | None, segments: Array) -> Any:
-            here = LayerTaps(sites, edits)
-            how = Scoring(window, self._config.attention_softcap, layer.sinks)
+        def run(x: Hidden, layer: Layer, angles: Angles | None, state: Any) -> tuple[Hidden, Any, dict[Site, Array]]:
+            found: dict[Site, Array] = {}
+
+            def look(site: Site, value: Array) -> Array:
+                value = _edited(value, site, edits)
+                if site in sites:
+                    found[site] = value
+                return value
 
             def attend(q: Array, k: Array, v: Array) -> Array:
-                if top:
-                    self._report_pattern(q, k, segments, how, top, here.look)
-                return self._attention(q, k, v, segments, how)
+                nonlocal state
+                how = Scoring(window, self._config.attention_softcap, layer.sinks)
+                out, state = self._attend(q, k, v, state, how, top, look)
+                return out
 
-            return block(x, layer, angles, self._config, attend, here.look, self._mixture), here.found
+            return block(x, layer, angles, self._config, attend, look, self._mixture), state, found
 
         return jax.jit(jax.checkpoint(run) if self._remat else run)
 
-    def _report_pattern(self, q: Array, k: Array, segments: Array, how: Scoring, top: int, look: Look) -> None:
-        """Report the largest attention weights and their positions in the sample."""
-        weights, columns = largest_weights(q, k, segments, how, top)
-        begins = self._positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
-        look("pattern", weights)
-        look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
 
-    def one(self, x: Hidden, index: int, weights: Layer, collector: TapCollector) -> Hidden:
-        """Compute one layer."""
-        window = self._config.windows[index]
-        narrow = window if window is not None and window < x.shape[1] else None
-        with jax.named_scope(f"layer.{index}"):
-            layer = self._traced(narrow, *collector.kind(index))
-            x, found = layer(x, weights, self._angles[index], self._segments)
-            collector.collect_all(index, found)
-        return x
+def _scan(
+    x: Hidden, run: LayerRun, weights: tuple[Layer, ...], layers: Layers, segments: Array, collector: TapCollector
+) -> Hidden:
+    """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
+    turn = tuple(tap for tap in collector.taps if tap.layer in range(run.first, run.first + run.period))
 
-    def scan(self, x: Hidden, run: LayerRun, weights: tuple[Layer, ...], collector: TapCollector) -> Hidden:
-        """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
-        turn = tuple(tap for tap in collector.taps if tap.layer in range(run.first, run.first + run.period))
+    def step(x: Hidden, now: tuple[Array, tuple[Layer, ...]]) -> tuple[Hidden, tuple[Any, ...]]:
+        number, weights = now
+        here = TapCollector(turn, collector.keep, _edits_of_step(collector.edits, run, number))
+        for index, layer in enumerate(weights, run.first):
+            x, _ = layers.run(x, index, layer, segments, here)
+        return x, here.all()
 
-        def step(x: Hidden, now: tuple[Array, tuple[Layer, ...]]) -> tuple[Hidden, tuple[Any, ...]]:
-            number, weights = now
-            here = TapCollector(turn, collector.keep, _edits_of_step(collector.edits, run, number))
-            for index, layer in enumerate(weights, run.first):
-                x = self.one(x, index, layer, here)
-            return x, here.all()
-
-        x, kept = jax.lax.scan(step, x, (jnp.arange(run.steps, dtype=jnp.int32), weights))
-        collector.put(turn, kept)
-        return x
+    x, kept = jax.lax.scan(step, x, (jnp.arange(run.steps, dtype=jnp.int32), weights))
+    collector.kept.update(zip(turn, kept, strict=True))
+    return x
 
 
 def _edits_of_step(edits: Sequence[tuple[Tap, _EditRows]], run: LayerRun, number: Array) -> list[tuple[Tap, _EditRows]]:

@@ -12,7 +12,7 @@ it from the logits of the same step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ from spile.models import rope
 from spile.models.architecture import ModelConfig
 from spile.models.attention import MASKED, Scoring, masked_weights, precision, scale_scores
 from spile.models.decoder import (
+    AttendWith,
     Keep,
-    LayerTaps,
+    Layers,
     TapCollector,
     TokenInfo,
-    block,
     bound_edits,
     embed,
     keep_unchanged,
@@ -39,8 +39,8 @@ from spile.models.decoder import (
 )
 from spile.models.experts import MIXTURES, Mixture
 from spile.models.layers import Look
-from spile.models.params import Layer, Params
-from spile.spec.taps import Site, Tap
+from spile.models.params import Params
+from spile.spec.taps import Tap
 
 IDLE, MAKING, CLOSING = 0, 1, 2
 """The states of a slot: without a sample or reading its prompt; generating; feeding its last token."""
@@ -147,15 +147,16 @@ def read_prompts(
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
 
-    def attend(kind: _Kind, caches: _Caches, q: Array, k: Array, v: Array, look: Look) -> tuple[Array, _Caches]:
+    def attend(
+        q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, top: int, look: Look
+    ) -> tuple[Array, _Caches]:
         new = (_by_head(k, groups), _by_head(v, groups))
         caches = [_written(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
         own = [_rows(cache, chunk.slot) for cache in caches]
-        seen = _within(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), kind.window)
+        seen = _within(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), how.window)
         seen = seen.reshape(len(q), size, -1)
-        how = Scoring(kind.window, config.attention_softcap, kind.sinks)
-        if kind.top:
-            weights, positions = masked_weights(q, own[0], seen, how, kind.top)
+        if top:
+            weights, positions = masked_weights(q, own[0], seen, how, top)
             look("pattern", weights)
             look("pattern_ids", positions)
         return MASKED[attention](q, *own, seen, how), caches
@@ -206,18 +207,20 @@ def take_steps(
     def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
         now, place = carry[0], begun + number
 
-        def attend(kind: _Kind, caches: _Caches, q: Array, k: Array, v: Array, look: Look) -> tuple[Array, _Caches]:
+        def attend(
+            q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, top: int, look: Look
+        ) -> tuple[Array, _Caches]:
             old_keys, old_values, *fresh = caches
             for which, new in enumerate((k, v)):
                 new = _by_head(new, groups).astype(fresh[which].dtype)
                 fresh[which] = jax.lax.dynamic_update_slice_in_dim(fresh[which], new, number, axis=3)
             past = jnp.arange(old_keys.shape[3], dtype=jnp.int32)
-            old = _within(place, past, kind.window) & (past < begun[..., None])
-            new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, kind.window), (*old.shape[:3], stride))
+            old = _within(place, past, how.window) & (past < begun[..., None])
+            new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, how.window), (*old.shape[:3], stride))
             pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
-            if kind.top:
-                _report_recalled(q, pairs, begun, config, kind.sinks, kind.top, look)
-            return _recalled(q, pairs, config, kind.sinks), fresh
+            if top:
+                _report_recalled(q, pairs, begun, how, top, look)
+            return _recalled(q, pairs, how), fresh
 
         before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
         x, fresh, kept = _through(params, now.token[..., None], place, attend, before, config, mixture, taps, keep)
@@ -253,15 +256,6 @@ class _Fresh(NamedTuple):
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-class _Kind(NamedTuple):
-    """What the attention of a layer depends on, besides its weights."""
-
-    window: int | None
-    top: int
-    """The largest number of attention weights that a tap asks for."""
-    sinks: Any
-
-
 _Caches = Sequence[Array]
 """Keys and values of one layer."""
 
@@ -270,7 +264,7 @@ def _through(
     params: Params,
     tokens: Int[Array, "groups rows seq"],
     place: Int[Array, "groups rows seq"],
-    attend: Callable[[_Kind, _Caches, Array, Array, Array, Look], tuple[Array, _Caches]],
+    attend: AttendWith,
     caches: Sequence[_Caches],
     config: ModelConfig,
     mixture: Mixture,
@@ -284,33 +278,12 @@ def _through(
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
     collector = TapCollector(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
-    x = embed(params, tokens.reshape(flat), positions, config, collector.at(None))
-    angles = rope.per_layer(config, positions)
-
-    @functools.cache
-    def traced(window: int | None, sites: frozenset[Site], top: int, edits: tuple[Any, ...]) -> Any:
-        """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
-
-        def run(x: Array, layer: Layer, angles: Any, caches: _Caches) -> Any:
-            here = LayerTaps(sites, edits)
-            changed: list[_Caches] = []
-
-            def attend_here(q: Array, k: Array, v: Array) -> Array:
-                out, after = attend(_Kind(window, top, layer.sinks), caches, q, k, v, here.look)
-                changed.append(after)
-                return out
-
-            return block(x, layer, angles, config, attend_here, here.look, mixture), changed[0], here.found
-
-        return jax.jit(run)
-
+    x = embed(params, tokens.reshape(flat), positions, config, collector.look)
+    layers = Layers(config, config.windows, rope.per_layer(config, positions), attend, mixture)
     changed = []
     for index, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer.{index}"):
-            run = traced(config.windows[index], *collector.kind(index))
-            x, after, found = run(x, layer, angles[index], caches[index])
-            changed.append(after)
-            collector.collect_all(index, found)
+        x, after = layers.run(x, index, layer, caches[index], collector)
+        changed.append(after)
     return x, changed, collector.all()
 
 
@@ -342,46 +315,39 @@ def _within(place: Array, keys: Array, window: int | None) -> Array:
     return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
-def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], config: ModelConfig, sinks: Array | None) -> Array:
+def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], how: Scoring) -> Array:
     """Compute attention of one query per slot over keys and values in several arrays, each with its mask.
 
     The softmax is computed in float32. Keys are not repeated for their groups of heads, as in
     :func:`spile.models.attention.masked_attention`.
     """
     groups, kv_heads, count, _, head_dim = pairs[0][0].shape
-    shape = (groups, count, kv_heads, config.n_heads // kv_heads, head_dim)
+    shape = (groups, count, kv_heads, -1, head_dim)
     grouped = q.reshape(shape).transpose(0, 2, 1, 3, 4)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     scores = []
     for keys, _, seen in pairs:
-        products = scale_scores(product(grouped, keys.swapaxes(3, 4)), head_dim, config.attention_softcap)
+        products = scale_scores(product(grouped, keys.swapaxes(3, 4)), head_dim, how.softcap)
         scores.append(jnp.where(seen[:, None], products, -jnp.inf))
     highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
+    if how.sinks is not None:
+        sink = how.sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
         highest = jnp.maximum(highest, sink)
     weights = [jnp.exp(each - highest) for each in scores]
     total = functools.reduce(jnp.add, (each.sum(axis=-1, keepdims=True) for each in weights))
-    total = total if sinks is None else total + jnp.exp(sink - highest)
+    total = total if how.sinks is None else total + jnp.exp(sink - highest)
     parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
     return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
 def _report_recalled(
-    q: Array,
-    pairs: Sequence[tuple[Array, Array, Array]],
-    begun: Array,
-    config: ModelConfig,
-    sinks: Array | None,
-    top: int,
-    look: Look,
+    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, top: int, look: Look
 ) -> None:
     """Report the largest attention weights of :func:`_recalled` and the positions of their keys."""
     capacity = pairs[0][0].shape[3]
     keys = jnp.concatenate([keys for keys, _, _ in pairs], axis=3).transpose(0, 2, 3, 1, 4)
     seen = jnp.concatenate([seen for _, _, seen in pairs], axis=-1)
     rows = (len(q), -1, *keys.shape[3:])
-    how = Scoring(softcap=config.attention_softcap, sinks=sinks)
     weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how, top)
     fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
     look("pattern", weights)
