@@ -192,82 +192,71 @@ class Tensor:
         return Tensor((count, *self.shape), ("layers", *self.axes))
 
 
+def _shaped(axes: Mapping[str, Axes], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    return {name: Tensor(tuple(sizes[axis] for axis in each), each) for name, each in axes.items()}
+
+
 def model_tensors(config: ModelConfig, *, head: bool) -> Mapping[str, Tensor]:
     """Return the tensors that the model has once; with ``head``, the final norm and the LM head too."""
-    d = config.d_model
-    table = Tensor((config.vocab_size, d), ("vocab", "d_model"))
-    tensors = {"embed": table}
+    axes: dict[str, Axes] = {"embed": ("vocab", "d_model")}
     if config.learned_positions is not None:
-        tensors["positions"] = Tensor((config.learned_positions, d), ("positions", "d_model"))
+        axes["positions"] = ("positions", "d_model")
     if head:
-        tensors |= _norm("final_norm", config)
-        if not config.tied:
-            tensors["head"] = table
-        if config.head_bias:
-            tensors["head_bias"] = Tensor((config.vocab_size,), ("vocab",))
-    return tensors
+        axes |= _norm("final_norm", config)
+        axes |= {} if config.tied else {"head": ("vocab", "d_model")}
+        axes |= {"head_bias": ("vocab",)} if config.head_bias else {}
+    sizes = {"vocab": config.vocab_size, "d_model": config.d_model, "positions": config.learned_positions or 0}
+    return _shaped(axes, sizes)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Mapping[str, Tensor]:
     """Return the tensors of one layer by field name, as far as the model has them."""
-    tensors: dict[str, Tensor] = {}
+    routed = config.experts if config.has_experts(layer) else None
+    axes = _attention(config) | _mlp(config, ("experts",) if routed else ())
     if config.norm_place != "post":
-        tensors |= _norm("attn_norm", config) | ({} if config.shared_norm else _norm("mlp_norm", config))
+        axes |= _norm("attn_norm", config) | ({} if config.shared_norm else _norm("mlp_norm", config))
     if config.norm_place != "pre":
-        tensors |= _norm("attn_post_norm", config) | _norm("mlp_post_norm", config)
-    return {**tensors, **_attention(config), **_mlp(config, layer)}
-
-
-def _norm(name: str, config: ModelConfig) -> dict[str, Tensor]:
-    weight = Tensor((config.d_model,), ("d_model",))
-    return {name: weight, f"{name}_bias": weight} if config.norm == "layer" else {name: weight}
-
-
-def _attention(config: ModelConfig) -> dict[str, Tensor]:
-    d, heads, keys = config.d_model, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    tensors = {
-        "q": Tensor((heads, d), ("heads", "d_model")),
-        "k": Tensor((keys, d), ("kv_heads", "d_model")),
-        "v": Tensor((keys, d), ("kv_heads", "d_model")),
-        "o": Tensor((d, heads), ("d_model", "heads")),
+        axes |= _norm("attn_post_norm", config) | _norm("mlp_post_norm", config)
+    sizes = {
+        "d_model": config.d_model,
+        "heads": config.n_heads * config.head_dim,
+        "kv_heads": config.n_kv_heads * config.head_dim,
+        "head_dim": config.head_dim,
+        "d_ff": routed.d_ff if routed else config.d_ff,
+        "experts": routed.count if routed else 0,
     }
+    return _shaped(axes, sizes) | ({"sinks": Tensor((config.n_heads,), ("heads",))} if config.sinks else {})
+
+
+def _norm(name: str, config: ModelConfig) -> dict[str, Axes]:
+    return {name: ("d_model",), f"{name}_bias": ("d_model",)} if config.norm == "layer" else {name: ("d_model",)}
+
+
+def _attention(config: ModelConfig) -> dict[str, Axes]:
+    outputs = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
+    axes: dict[str, Axes] = {name: (axis, "d_model") for name, axis in outputs.items()}
+    axes["o"] = ("d_model", "heads")
     if config.qkv_bias:
-        tensors["q_bias"] = Tensor((heads,), ("heads",))
-        tensors["k_bias"] = tensors["v_bias"] = Tensor((keys,), ("kv_heads",))
+        axes |= {f"{name}_bias": (axis,) for name, axis in outputs.items()}
     if config.o_bias:
-        tensors["o_bias"] = Tensor((d,), ("d_model",))
-    if config.qk_norm and config.flat_qk_norm:
-        tensors["q_norm"], tensors["k_norm"] = Tensor((heads,), ("heads",)), Tensor((keys,), ("kv_heads",))
-    elif config.qk_norm:
-        tensors["q_norm"] = tensors["k_norm"] = Tensor((config.head_dim,), ("head_dim",))
-    if config.sinks:
-        tensors["sinks"] = Tensor((config.n_heads,), ("heads",))
-    return tensors
+        axes["o_bias"] = ("d_model",)
+    if config.qk_norm:
+        axes |= {f"{name}_norm": (outputs[name] if config.flat_qk_norm else "head_dim",) for name in ("q", "k")}
+    return axes
 
 
-def _mlp(config: ModelConfig, layer: int) -> dict[str, Tensor]:
-    d = config.d_model
-    if config.experts is not None and config.has_experts(layer):
-        count, ff = config.experts.count, config.experts.d_ff
-        inner = Tensor((count, ff, d), ("experts", "d_ff", "d_model"))
-        routed = {
-            "router": Tensor((count, d), ("experts", "d_model")),
-            "gate": inner,
-            "up": inner,
-            "down": Tensor((count, d, ff), ("experts", "d_model", "d_ff")),
-        }
-        if config.expert_biases:
-            routed["router_bias"] = Tensor((count,), ("experts",))
-            routed["gate_bias"] = routed["up_bias"] = Tensor((count, ff), ("experts", "d_ff"))
-            routed["down_bias"] = Tensor((count, d), ("experts", "d_model"))
-        return routed
-    inner = Tensor((config.d_ff, d), ("d_ff", "d_model"))
-    tensors = {"gate": inner} if config.gated else {}
-    tensors |= {"up": inner, "down": Tensor((d, config.d_ff), ("d_model", "d_ff"))}
-    if config.mlp_bias:
-        tensors |= {"gate_bias": Tensor((config.d_ff,), ("d_ff",))} if config.gated else {}
-        tensors |= {"up_bias": Tensor((config.d_ff,), ("d_ff",)), "down_bias": Tensor((d,), ("d_model",))}
-    return tensors
+def _mlp(config: ModelConfig, stacked: Axes) -> dict[str, Axes]:
+    """Return the axes of one MLP, or of all experts."""
+    inner = ("gate", "up") if config.gated or stacked else ("up",)
+    axes: dict[str, Axes] = dict.fromkeys(inner, (*stacked, "d_ff", "d_model"))
+    axes["down"] = (*stacked, "d_model", "d_ff")
+    if config.expert_biases if stacked else config.mlp_bias:
+        axes |= {f"{name}_bias": (*stacked, "d_ff") for name in inner}
+        axes["down_bias"] = (*stacked, "d_model")
+    if stacked:
+        axes["router"] = (*stacked, "d_model")
+        axes |= {"router_bias": stacked} if config.expert_biases else {}
+    return axes
 
 
 def parameter_count(config: ModelConfig) -> int:
