@@ -4,7 +4,7 @@
 counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
 
 Prices are list prices of a US region, per chip and hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
-change monthly: a TOML file overrides them (:mod:`spile.planning.machines`, ``spile plan --prices prices.toml``).
+change monthly: a TOML file overrides them (``spile plan --prices prices.toml``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spile.errors import SpecError
 PRICES_AS_OF = "2025-11"
 
 GIB = 1 << 30
+_HOST_CHIPS = 4
 
 Shape = tuple[int, ...]
 
@@ -34,16 +35,10 @@ _CUBES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars per chip and hour."""
+    """Dollars."""
 
     on_demand: float
     preemptible: float
-
-    def __post_init__(self) -> None:
-        if not (self.preemptible >= 0 and self.on_demand >= 0 and math.isfinite(self.on_demand + self.preemptible)):
-            raise SpecError(
-                "a price", expected="dollars, 0 or more", found=f"{self.on_demand:g} and {self.preemptible:g}"
-            )
 
     def times(self, factor: float) -> Price:
         return Price(self.on_demand * factor, self.preemptible * factor)
@@ -58,14 +53,11 @@ class Generation:
     accelerator: str
     """The name in the Cloud TPU API, before the dash: ``v5litepod``."""
     cores_per_chip: int
-    counts_cores: bool
-    """Whether the number after the dash counts cores."""
+    """If it is not 1, the number after the dash counts cores instead of chips."""
     devices_per_chip: int
     """How many devices JAX sees: both cores of a v2 or v3 chip, one for all later chips."""
-    chips_per_host: int
-    """On a slice of many hosts."""
     one_host_chips: tuple[int, ...]
-    """Sizes, in chips, that are a single host regardless of ``chips_per_host``."""
+    """Sizes, in chips, that are a single host. Larger slices have hosts of four chips."""
     shapes: tuple[Shape, ...]
     """The available grids, smallest first."""
     hbm_gib: float
@@ -75,18 +67,19 @@ class Generation:
     gke: str
     """The value of ``cloud.google.com/gke-tpu-accelerator``."""
     price: Price
+    """A chip, an hour."""
 
 
-# Sources: Cloud TPU's system-architecture and pricing pages. v5e-8 and v6e-8 are one host of eight chips; every larger
-# slice of them has hosts of four. The guides' $4.00 and $1.35 for a v3-8 are not its list price: override to taste.
+# Sources: Cloud TPU's system-architecture and pricing pages. The guides' $4.00 and $1.35 for a v3-8 are not its list
+# price: override to taste.
 # fmt: off
 GENERATIONS: tuple[Generation, ...] = (
-    Generation("v2", "v2", 2, True, 2, 4, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
-    Generation("v3", "v3", 2, True, 2, 4, (4,), _CORES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
-    Generation("v4", "v4", 2, True, 1, 4, (4,), _CUBES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
-    Generation("v5e", "v5litepod", 1, False, 1, 4, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
-    Generation("v5p", "v5p", 2, True, 1, 4, (4,), _CUBES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
-    Generation("v6e", "v6e", 1, False, 1, 4, (1, 4, 8), _FLAT, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
+    Generation("v2", "v2", 2, 2, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
+    Generation("v3", "v3", 2, 2, (4,), _CORES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
+    Generation("v4", "v4", 2, 1, (4,), _CUBES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
+    Generation("v5e", "v5litepod", 1, 1, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
+    Generation("v5p", "v5p", 2, 1, (4,), _CUBES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
+    Generation("v6e", "v6e", 1, 1, (1, 4, 8), _FLAT, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
 )
 # fmt: on
 
@@ -185,14 +178,45 @@ def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     word = text.strip().lower()
     if word in prices.machines:
         return prices.machines[word]
-    family, mark, size = _split(word)
-    generation = BY_SPELLING.get(family)
-    if generation is None or not mark:
+    found = re.fullmatch(r"(?P<family>.+?)[:-](?P<size>\d+(?:x\d+)*)", word)  # families contain dashes themselves
+    generation = BY_SPELLING.get(found["family"]) if found else None
+    if found is None or generation is None:
         examples = ", ".join(["v3-8", "v4-8", "v5litepod-64", "v5e:8x8", "v5p-8", "v6e-8", *sorted(prices.machines)])
         raise SpecError("--topology", expected=f"a machine such as {examples}", found=repr(text))
-    shape = _grid(generation, size, text) if mark == ":" else _counted(generation, size, text)
-    machine = _slice(generation, shape)
-    return replace(machine, price=prices.of(machine))
+    asked = [int(part) for part in found["size"].split("x")]
+    if len(asked) == 3 and asked[2] == 1 and len(generation.shapes[0]) == 2:
+        asked.pop()  # JAX's compiler wants three numbers for a v3 (v3:2x2x1) where Cloud TPU says 2x2
+    machines = [_slice(generation, shape) for shape in generation.shapes]
+    for machine in machines:
+        count = [machine.cores]  # of a generation with one core per chip, the number of chips
+        if asked == count or sorted(asked) == sorted(machine.shape):
+            return replace(machine, price=prices.of(machine))
+    offered = ", ".join(f"{machine.name} ({machine.grid})" for machine in machines)
+    raise SpecError(f"--topology {text}: {generation.name} has no such slice", expected=f"one of {offered}")
+
+
+def _slice(generation: Generation, shape: Shape) -> Machine:
+    chips = math.prod(shape)
+    cores = chips * generation.cores_per_chip
+    grid = (*shape, 1) if generation.name in ("v2", "v3") else shape
+    return Machine(
+        name=f"{generation.accelerator}-{cores}",
+        topology=f"{generation.name}:{'x'.join(map(str, grid))}",
+        generation=generation.name,
+        shape=shape,
+        chips=chips,
+        cores=cores,
+        devices=chips * generation.devices_per_chip,
+        hosts=1 if chips in generation.one_host_chips else chips // _HOST_CHIPS,
+        hbm_bytes=int(generation.hbm_gib * GIB),
+        tflops=generation.tflops,
+        price=generation.price.times(chips),
+        gke=generation.gke,
+    )
+
+
+def known_machines() -> tuple[Machine, ...]:
+    return tuple(_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes)
 
 
 GPUS: Mapping[str, tuple[float, float]] = {
@@ -239,72 +263,6 @@ def parse_planned(text: str, prices: Prices | None = None) -> Machine:
     return parse_machine(text, prices)
 
 
-def _split(word: str) -> tuple[str, str, str]:
-    """``v5litepod-64`` → its family, the mark and its size; the families hold dashes themselves."""
-    match = re.fullmatch(r"(?P<family>.+?)(?P<mark>[:-])(?P<size>\d+(?:x\d+)*)", word)
-    return (match["family"], match["mark"], match["size"]) if match else (word, "", "")
-
-
-def _offered(generation: Generation) -> str:
-    return ", ".join(
-        f"{generation.accelerator}-{_count(generation, shape)} ({'x'.join(map(str, shape))})"
-        for shape in generation.shapes
-    )
-
-
-def _count(generation: Generation, shape: Shape) -> int:
-    return math.prod(shape) * (generation.cores_per_chip if generation.counts_cores else 1)
-
-
-def _counted(generation: Generation, size: str, text: str) -> Shape:
-    if "x" in size:  # v5e-8x8, as some tools write it
-        return _grid(generation, size, text)
-    for shape in generation.shapes:
-        if _count(generation, shape) == int(size):
-            return shape
-    unit = "cores" if generation.counts_cores else "chips"
-    raise SpecError(
-        f"--topology {text}: {generation.name} has no slice of {size} {unit}", expected=f"one of {_offered(generation)}"
-    )
-
-
-def _grid(generation: Generation, size: str, text: str) -> Shape:
-    asked = tuple(int(part) for part in size.split("x"))
-    flat = len(generation.shapes[0]) == 2
-    # JAX's compiler wants three numbers for a v3 (v3:2x2x1) where Cloud TPU says 2x2.
-    trimmed = asked[:2] if flat and len(asked) == 3 and asked[2] == 1 else asked
-    for shape in generation.shapes:
-        if sorted(shape) == sorted(trimmed):
-            return shape
-    raise SpecError(
-        f"--topology {text}: {generation.name} has no grid {size}", expected=f"one of {_offered(generation)}"
-    )
-
-
-def _slice(generation: Generation, shape: Shape) -> Machine:
-    chips = math.prod(shape)
-    one_host = chips in generation.one_host_chips
-    grid = (*shape, 1) if generation.name in ("v2", "v3") else shape
-    return Machine(
-        name=f"{generation.accelerator}-{_count(generation, shape)}",
-        topology=f"{generation.name}:{'x'.join(map(str, grid))}",
-        generation=generation.name,
-        shape=shape,
-        chips=chips,
-        cores=chips * generation.cores_per_chip,
-        devices=chips * generation.devices_per_chip,
-        hosts=1 if one_host else chips // generation.chips_per_host,
-        hbm_bytes=int(generation.hbm_gib * GIB),
-        tflops=generation.tflops,
-        price=generation.price.times(chips),
-        gke=generation.gke,
-    )
-
-
-def known_machines() -> tuple[Machine, ...]:
-    return tuple(_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes)
-
-
 def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
     """Return the list prices, changed by a parsed TOML file.
 
@@ -324,19 +282,15 @@ def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
         preemptible = 12.0
     """
     base = list_prices()
-    unknown = sorted(set(raw) - {"as_of", "storage_gb_month", "chip_hour", "machine_hour", "machines"})
-    if unknown:
-        raise SpecError(
-            source,
-            expected="as_of, storage_gb_month, chip_hour, machine_hour, machines",
-            found=", ".join(map(repr, unknown)),
-        )
+    known = ("as_of", "storage_gb_month", "chip_hour", "machine_hour", "machines")
+    if unknown := sorted(set(raw) - set(known)):
+        raise SpecError(source, expected=", ".join(known), found=", ".join(map(repr, unknown)))
     chip_hour = dict(base.chip_hour)
     for word, value in raw.get("chip_hour", {}).items():
         generation = BY_SPELLING.get(word.lower())
         if generation is None:
-            known = ", ".join(row.name for row in GENERATIONS)
-            raise SpecError(f"{source}: chip_hour", expected=f"one of {known}", found=repr(word))
+            names = ", ".join(row.name for row in GENERATIONS)
+            raise SpecError(f"{source}: chip_hour", expected=f"one of {names}", found=repr(word))
         chip_hour[generation.name] = _price(value, f"{source}: chip_hour.{word}")
     return Prices(
         as_of=str(raw.get("as_of", base.as_of)),
@@ -351,15 +305,12 @@ def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
     )
 
 
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
-        raise SpecError(where, expected="a number, 0 or more", found=repr(value))
-    return float(value)
-
-
-def _whole(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(where, expected="a whole number, 1 or more", found=repr(value))
+def _number(value: object, where: str, *, whole: bool = False) -> float:
+    """Return a number from a price file: 0 or more, or a whole number from 1."""
+    kinds = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not int(whole) <= value < math.inf:
+        expected = "a whole number, 1 or more" if whole else "a number, 0 or more"
+        raise SpecError(where, expected=expected, found=repr(value))
     return value
 
 
@@ -374,7 +325,7 @@ def _own(name: str, value: object, source: str) -> Machine:
     where = f"{source}: machines.{name}"
     if not isinstance(value, Mapping) or not {"chips", "hbm_gib", "tflops"} <= set(value):
         raise SpecError(where, expected="chips, hbm_gib, tflops, on_demand and, if not 1, hosts", found=repr(value))
-    chips, hosts = (_whole(value.get(key, 1), f"{where}.{key}") for key in ("chips", "hosts"))
+    chips, hosts = (int(_number(value.get(key, 1), f"{where}.{key}", whole=True)) for key in ("chips", "hosts"))
     if chips % hosts:
         raise SpecError(where, expected="chips that divide over the hosts", found=f"{chips} chips, {hosts} hosts")
     tflops = _number(value["tflops"], where)

@@ -75,9 +75,9 @@ def test_no_spelling_means_two_generations() -> None:
     [
         ("h100", "--topology: expected a machine such as v3-8, v4-8, v5litepod-64"),
         ("v5e", "found 'v5e'"),
-        ("v5e-7", "v5e has no slice of 7 chips: expected one of v5litepod-1 (1x1), v5litepod-4 (2x2)"),
-        ("v4-9", "v4 has no slice of 9 cores"),
-        ("v5e:3x5", "v5e has no grid 3x5"),
+        ("v5e-7", "v5e has no such slice: expected one of v5litepod-1 (1x1), v5litepod-4 (2x2)"),
+        ("v4-9", "v4 has no such slice"),
+        ("v5e:3x5", "v5e has no such slice"),
     ],
 )
 def test_unknown_spellings_name_the_known(spelling: str, says: str) -> None:
