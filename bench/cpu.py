@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
-from spile.planning import bench as naive
+from spile.planning.bench import run_transformers
 from spile.spec.ranges import Ranges
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
@@ -91,7 +91,7 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
         for dtype, producer in producers.items():
             mine[dtype].append(ours(spec(dtype, turn), samples, producer))
         theirs.append(
-            naive.run(model, prompts, device="cpu", dtype="float32", batch_size=args.batch_size, output=folder, warm=1)
+            run_transformers(model, prompts, device="cpu", dtype="float32", batch_size=args.batch_size, output=folder)
         )
     # the first turn compiled
     best = {dtype: max(turn.rate for turn in turns[1:]) for dtype, turns in mine.items()}

@@ -313,14 +313,13 @@ def _show(result: BenchResult, console: Console) -> None:
     table.add_row("write and sync", rate, amount(rates["sink"]))
     console.print(table)
     for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
-        if run is not None:
-            end = run.seconds - run.first_batch - run.wall.run
-            console.print(
-                f"the command, {name}: {duration(run.seconds)} for {amount(run.tokens)} tokens, "
-                f"{amount(run.tokens_per_second)} tokens/s of it all; first batch after {duration(run.first_batch)}, "
-                f"run {duration(run.wall.run)}, end {duration(end)}; {counted(run.programs, 'program')}",
-                soft_wrap=True,
-            )
+        end = run.seconds - run.first_batch - run.wall.run
+        console.print(
+            f"the command, {name}: {duration(run.seconds)} for {amount(run.tokens)} tokens, "
+            f"{amount(run.tokens_per_second)} tokens/s of it all; first batch after {duration(run.first_batch)}, "
+            f"run {duration(run.wall.run)}, end {duration(end)}; {counted(run.programs, 'program')}",
+            soft_wrap=True,
+        )
     console.print(
         "laboratory, all compiled, pinned and tokenized beforehand: "
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "

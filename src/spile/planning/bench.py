@@ -14,9 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,22 +26,24 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from spile.data.stream import open_stream
+from spile.models import model_files
 from spile.models.architecture import flops_per_token
 from spile.models.decoder import TapCollector, TokenInfo, hidden, keep_unchanged, layers_needed
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
-from spile.planning.timed_run import TimedRun, cold_and_warm
+from spile.reading.dataset import stored_tokens
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
-from spile.worker.extract import make_device_producer
+from spile.worker.extract import make_device_producer, run_stream
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, pack
-from spile.worker.progress import Progress, peak_memory
-from spile.worker.resolve import ResolvedRun, resolve
+from spile.worker.progress import Progress, ProgressSnapshot, Timeline, WallTime, peak_memory
+from spile.worker.resolve import ResolvedRun, prompt_tokenizer, resolve
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
@@ -76,11 +79,11 @@ class BenchResult:
     compile_seconds: float
     shapes: int
     peak_memory: int
-    naive_tokens_per_second: float | None = None
+    naive_tokens_per_second: float | None
     """The usual loop around transformers, on the same weights and prompts; None without torch."""
-    cold: TimedRun | None = None
+    cold: TimedRun
     """The whole command, with no program cached."""
-    warm: TimedRun | None = None
+    warm: TimedRun
     """The whole command again, with the programs of the first."""
 
     def record(self) -> dict[str, Any]:
@@ -100,18 +103,103 @@ def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: 
     """
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
-        cold, warm = cold_and_warm(spec, tokens, Path(folder))  # first: this process has not used the device yet
+        cold, warm = _cold_and_warm(spec, tokens, folder)  # first: this process has not used the device yet
         parts = resolve(replace(spec, output=folder))
         progress = Progress()
         producer = make_device_producer(parts, progress, parts.samples.read(Ranges()))
         samples = _samples(parts, tokens)
-        sizes = parts.sizes
-        made = list(batches(samples, replace(sizes, groups=producer.groups)))
+        made = list(batches(samples, replace(parts.sizes, groups=producer.groups)))
         some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
-        limits = _limits(producer, some, Path(folder), sizes.writers, limit_bytes)
-        _warm(producer, made, sizes.in_flight or 1)
-        result = replace(_run(parts, producer, samples, limits, progress), cold=cold, warm=warm)
-        return replace(result, naive_tokens_per_second=_naive(parts, Path(folder))) if compare else result
+        limits = _limits(producer, some, Path(folder), parts.sizes.writers, limit_bytes)
+        _warm(producer, made, parts.sizes.in_flight or 1)
+        compiled, now = progress.snapshot(), _run(parts, producer, samples)
+        naive = _naive(parts, Path(folder)) if compare else None
+    rates = limits.tokens(parts.bytes_per_token)
+    slowest, rate = min(rates, key=rates.__getitem__), now.tokens / now.seconds
+    return BenchResult(
+        device=producer.describe(),
+        model=spec.model,
+        taps=len(parts.taps),
+        bytes_per_token=parts.bytes_per_token,
+        limits=limits,
+        limit_tokens=rates,
+        slowest=slowest,
+        tokens=now.tokens,
+        seconds=now.seconds,
+        tokens_per_second=rate,
+        padding=now.padding,
+        fraction=rate / rates[slowest],
+        of_forward=rate / limits.forward_tokens,
+        forward_of_matmul=limits.forward_flops / limits.matmul_flops,
+        limited_by=now.limit,
+        compile_seconds=compiled.compile_seconds,
+        shapes=compiled.shapes,
+        peak_memory=peak_memory(),
+        naive_tokens_per_second=naive,
+        cold=cold,
+        warm=warm,
+    )
+
+
+# -- the whole command -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """How long one process took, and for what."""
+
+    seconds: float
+    """From the start of the process to its end."""
+    tokens: int
+    programs: int
+    wall: WallTime
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def first_batch(self) -> float:
+        """Seconds from the start of the process to the first batch on the device."""
+        return self.wall.start + self.wall.compile
+
+
+def _cold_and_warm(spec: ExtractSpec, tokens: int, folder: str) -> list[TimedRun]:
+    """Time a run over the first ``tokens`` tokens twice: without cached programs, and with those of the first."""
+    data = replace(spec.data, max_samples=_count_samples(spec, tokens))
+    runs = []
+    with tempfile.TemporaryDirectory(dir=folder, prefix="cache-") as cache:
+        for name in ("cold", "warm"):
+            limited = replace(spec, data=data, commit_every=None, output=f"{folder}/{name}")
+            began = time.perf_counter()
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                done = process.submit(_run_command, limited, cache).result()
+            runs.append(TimedRun(time.perf_counter() - began, done.tokens, done.shapes, done.wall))
+    return runs
+
+
+def _count_samples(spec: ExtractSpec, tokens: int) -> int:
+    """Return how many samples hold that many tokens: at least one, and all if the dataset has fewer."""
+    files = model_files.find(spec.model, spec.revision)
+    data = stored_tokens(spec.data)
+    stream = open_stream(data, prompt_tokenizer(files, data.prompt, optional=True), files.config.vocab_size)
+    total = count = 0
+    for item in stream.read(Ranges()):
+        count = item.index + 1
+        total += len(item) if isinstance(item, Sample) else 0
+        if total >= tokens:
+            break
+    return max(1, count)
+
+
+def _run_command(spec: ExtractSpec, cache: str) -> ProgressSnapshot:
+    """Run a stream in a new process, from its first import to its last commit."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    jax.config.update("jax_compilation_cache_dir", cache)
+    return run_stream(spec, progress=Progress(timeline=Timeline.of_process())).progress
+
+
+# -- the steady rate ---------------------------------------------------------------------------------------------------
 
 
 def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
@@ -153,61 +241,14 @@ def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> No
         producer.fetch(pending)
 
 
-def _run(
-    parts: ResolvedRun,
-    producer: DeviceProducer,
-    samples: Sequence[Sample],
-    limits: Limits,
-    progress: Progress,
-) -> BenchResult:
-    spec, sizes = parts.spec, parts.sizes
-    compiled = progress.snapshot()
+def _run(parts: ResolvedRun, producer: DeviceProducer, samples: Sequence[Sample]) -> ProgressSnapshot:
     root = open_folder(parts.root.url)
     join_run(root, parts.identity)
     stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
-    measured = Progress()
+    progress = Progress()
     with emptied(Path(stream.folder.url)):
-        control = Control()
-        run_pipeline(samples, producer, Sink(stream), sizes, progress=measured, control=control)
-        now = measured.snapshot()
-    rates = limits.tokens(parts.bytes_per_token)
-    slowest = min(rates, key=rates.__getitem__)
-    rate = now.tokens / now.seconds
-    return BenchResult(
-        device=producer.describe(),
-        model=spec.model,
-        taps=len(parts.taps),
-        bytes_per_token=parts.bytes_per_token,
-        limits=limits,
-        limit_tokens=rates,
-        slowest=slowest,
-        tokens=now.tokens,
-        seconds=now.seconds,
-        tokens_per_second=rate,
-        padding=now.padding,
-        fraction=rate / rates[slowest],
-        of_forward=rate / limits.forward_tokens,
-        forward_of_matmul=limits.forward_flops / limits.matmul_flops,
-        limited_by=now.limit,
-        compile_seconds=compiled.compile_seconds,
-        shapes=compiled.shapes,
-        peak_memory=peak_memory(),
-    )
-
-
-def _naive(parts: ResolvedRun, folder: Path) -> float | None:
-    """Return the rate of transformers on the first prompts, or None if it cannot run the model."""
-    missing = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
-    model = parts.files.folder.local_path
-    if missing or model is None:
-        return None
-    import torch
-
-    items = itertools.islice(parts.samples.read(Ranges()), _NAIVE_SAMPLES[jax.default_backend()])
-    prompts = [item.tokens for item in items if isinstance(item, Sample)]
-    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
-    size = 16 if device == "cuda" else 8
-    return run(model, prompts, device=device, dtype=parts.spec.dtype, batch_size=size, output=folder).rate
+        run_pipeline(samples, producer, Sink(stream), parts.sizes, progress=progress, control=Control())
+        return progress.snapshot()
 
 
 @contextlib.contextmanager
@@ -368,6 +409,21 @@ def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None]) ->
 # -- the usual loop ----------------------------------------------------------------------------------------------------
 
 
+def _naive(parts: ResolvedRun, folder: Path) -> float | None:
+    """Return the rate of transformers on the first prompts, or None if it cannot run the model."""
+    missing = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
+    model = parts.files.folder.local_path
+    if missing or model is None:
+        return None
+    import torch
+
+    items = itertools.islice(parts.samples.read(Ranges()), _NAIVE_SAMPLES[jax.default_backend()])
+    prompts = [item.tokens for item in items if isinstance(item, Sample)]
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    size = 16 if device == "cuda" else 8
+    return run_transformers(model, prompts, device=device, dtype=parts.spec.dtype, batch_size=size, output=folder).rate
+
+
 class Naive(NamedTuple):
     """The result of the usual loop."""
 
@@ -380,16 +436,14 @@ class Naive(NamedTuple):
         return self.tokens / self.seconds
 
 
-def run(
+def run_transformers(
     model_folder: Path,
     prompts: Sequence[npt.NDArray[np.int32]],
     *,
     device: str,
     dtype: str,
     batch_size: int,
-    output: Path | None,
-    attention: str = "sdpa",
-    warm: int = 2,
+    output: Path,
 ) -> Naive:
     """Run transformers over padded batches with ``output_hidden_states``; copy and save each batch."""
     import torch
@@ -397,13 +451,11 @@ def run(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=getattr(torch, dtype), attn_implementation=attention
-    ).to(device)
-    model.eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.to(device).eval()
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     with torch.inference_mode():
-        for batch in batches[:warm]:
+        for batch in batches[:2]:  # the first calls are slower
             _step(model, batch, device, output)
         began = time.perf_counter()
         computed = sum(_step(model, batch, device, output) for batch in batches)
@@ -411,18 +463,13 @@ def run(
     return Naive(sum(map(len, prompts)), computed, seconds)
 
 
-def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path | None) -> int:
+def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path) -> int:
     """Run one padded batch; return how many tokens were computed."""
     import torch
 
-    longest = max(map(len, batch))
-    ids = torch.zeros((len(batch), longest), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(batch):
-        ids[row, : len(prompt)] = torch.from_numpy(prompt.astype(np.int64))
-        mask[row, : len(prompt)] = 1
+    tokens = [torch.from_numpy(prompt.astype(np.int64)) for prompt in batch]
+    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
     result = model(input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False)
-    states = [state.cpu() for state in result.hidden_states[1:]]
-    if output is not None:
-        torch.save(states, output / "naive.pt")
+    torch.save([state.cpu() for state in result.hidden_states[1:]], output / "naive.pt")
     return int(ids.numel())

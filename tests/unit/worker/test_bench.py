@@ -35,8 +35,6 @@ def test_programs_are_compiled_before_the_clock_runs(result: BenchResult) -> Non
 
 @pytest.mark.slow
 def test_the_command_is_measured_as_people_start_it(result: BenchResult) -> None:
-    assert result.cold is not None
-    assert result.warm is not None
     for run in (result.cold, result.warm):
         assert run.tokens >= 8000
         assert 0 < run.wall.total <= run.seconds
