@@ -36,6 +36,8 @@ class Scoring(NamedTuple):
     """The bound that tanh puts on the scores; None: no bound."""
     sinks: Sinks = None
     """``[heads]``: a score of each head that takes part in the softmax and belongs to no token; None: there is none."""
+    top: int = 0
+    """How many of the largest weights of each token and head are reported."""
 
 
 Attention = Callable[[Array, Array, Array, Array, Scoring], Array]
@@ -78,12 +80,12 @@ def _chunks(segments: Segments, window: int | None) -> Iterator[tuple[slice, sli
 
 
 def largest_weights(
-    q: Queries, k: Keys, segments: Segments, how: Scoring, top: int
+    q: Queries, k: Keys, segments: Segments, how: Scoring
 ) -> tuple[Float[Array, "rows seq heads top"], Int[Array, "rows seq heads top"]]:
-    """Return the ``top`` largest attention weights of each token and head, and their places in the batch row."""
+    """Return the ``how.top`` largest attention weights of each token and head, and their places in the batch row."""
     parts = []
     for queries, keys, seen in _chunks(segments, how.window):
-        weights, places = masked_weights(q[:, queries], k[:, keys], seen, how, top)
+        weights, places = masked_weights(q[:, queries], k[:, keys], seen, how)
         parts.append((weights, jnp.where(places < 0, -1, places + keys.start)))
     weights, places = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
     return weights, places
@@ -134,14 +136,13 @@ def masked_weights(
     k: Float[Array, "rows keys kv_heads head_dim"],
     seen: Bool[Array, "#rows queries keys"],
     how: Scoring,
-    top: int,
 ) -> tuple[Float[Array, "rows queries heads top"], Int[Array, "rows queries heads top"]]:
     """Return the largest attention weights of each query and head, and the numbers of their keys; else 0 and -1."""
     weights, total = _softmax(q, k, seen, how)
     rows, length, heads, _ = q.shape
-    found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(top, k.shape[1]))
+    found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(how.top, k.shape[1]))
     keys = jnp.where(found > 0, keys.astype(jnp.int32), -1)
-    more = [(0, 0), (0, 0), (0, 0), (0, top - found.shape[-1])]
+    more = [(0, 0), (0, 0), (0, 0), (0, how.top - found.shape[-1])]
     found, keys = jnp.pad(found, more), jnp.pad(keys, more, constant_values=-1)
     return found.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
 

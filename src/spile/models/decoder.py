@@ -328,9 +328,9 @@ def hidden(
         angles = rope.per_layer(config, info.positions, lengths)
     compute = ATTENTIONS[attention] if isinstance(attention, str) else attention
 
-    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, top: int, look: Look) -> tuple[Array, None]:
-        if top:
-            weights, columns = largest_weights(q, k, segments, how, top)
+    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, look: Look) -> tuple[Array, None]:
+        if how.top:
+            weights, columns = largest_weights(q, k, segments, how)
             begins = info.positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
             look("pattern", weights)
             look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
@@ -349,9 +349,9 @@ def hidden(
     return x
 
 
-AttendWith = Callable[[Array, Array, Array, Any, Scoring, int, Look], tuple[Array, Any]]
-"""The attention of any layer. Takes rotated queries, rotated keys, values, a state, the layer's options, the number of
-attention weights that taps ask for, and a function for these; returns the output of the heads and the new state."""
+AttendWith = Callable[[Array, Array, Array, Any, Scoring, Look], tuple[Array, Any]]
+"""The attention of any layer: takes rotated queries, rotated keys, values, a state, the layer's options and a function
+for taps; returns the output of the heads and the new state."""
 
 
 class Layers:
@@ -398,8 +398,8 @@ class Layers:
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal state
-                how = Scoring(window, self._config.attention_softcap, layer.sinks)
-                out, state = self._attend(q, k, v, state, how, top, look)
+                how = Scoring(window, self._config.attention_softcap, layer.sinks, top)
+                out, state = self._attend(q, k, v, state, how, look)
                 return out
 
             return block(x, layer, angles, self._config, attend, look, self._mixture), state, found

@@ -147,16 +147,14 @@ def read_prompts(
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
 
-    def attend(
-        q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, top: int, look: Look
-    ) -> tuple[Array, _Caches]:
+    def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, look: Look) -> tuple[Array, _Caches]:
         new = (_by_head(k, groups), _by_head(v, groups))
         caches = [_written(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
         own = [_rows(cache, chunk.slot) for cache in caches]
         seen = _within(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), how.window)
         seen = seen.reshape(len(q), size, -1)
-        if top:
-            weights, positions = masked_weights(q, own[0], seen, how, top)
+        if how.top:
+            weights, positions = masked_weights(q, own[0], seen, how)
             look("pattern", weights)
             look("pattern_ids", positions)
         return MASKED[attention](q, *own, seen, how), caches
@@ -207,9 +205,7 @@ def take_steps(
     def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
         now, place = carry[0], begun + number
 
-        def attend(
-            q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, top: int, look: Look
-        ) -> tuple[Array, _Caches]:
+        def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, look: Look) -> tuple[Array, _Caches]:
             old_keys, old_values, *fresh = caches
             for which, new in enumerate((k, v)):
                 new = _by_head(new, groups).astype(fresh[which].dtype)
@@ -218,8 +214,8 @@ def take_steps(
             old = _within(place, past, how.window) & (past < begun[..., None])
             new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, how.window), (*old.shape[:3], stride))
             pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
-            if top:
-                _report_recalled(q, pairs, begun, how, top, look)
+            if how.top:
+                _report_recalled(q, pairs, begun, how, look)
             return _recalled(q, pairs, how), fresh
 
         before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
@@ -341,14 +337,14 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], how: Scorin
 
 
 def _report_recalled(
-    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, top: int, look: Look
+    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, look: Look
 ) -> None:
     """Report the largest attention weights of :func:`_recalled` and the positions of their keys."""
     capacity = pairs[0][0].shape[3]
     keys = jnp.concatenate([keys for keys, _, _ in pairs], axis=3).transpose(0, 2, 3, 1, 4)
     seen = jnp.concatenate([seen for _, _, seen in pairs], axis=-1)
     rows = (len(q), -1, *keys.shape[3:])
-    weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how, top)
+    weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how)
     fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
     look("pattern", weights)
     look("pattern_ids", jnp.where(places < capacity, places, fresh))
