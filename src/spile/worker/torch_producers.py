@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import islice
-from queue import Empty, Full, Queue
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +24,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.shard import as_stored
 from spile.worker.batches import Batch
+from spile.worker.pipeline import Channel, ThreadGroup, ThreadsEnded
 from spile.worker.producer import (
     Answer,
     AnswerRows,
@@ -97,12 +96,10 @@ class TorchProducer(Producer):
         self.groups, self.owned = len(replicas), tuple(range(len(replicas)))
 
     def describe(self) -> str:
-        """Return ``PyTorch on 2 × NVIDIA H200, bfloat16, sdpa attention``."""
         attention = getattr(self._model.config, "_attn_implementation", "its own")
         return f"PyTorch on {torch_device_names(self._model, self.groups)}, {self._dtype}, {attention} attention"
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, batch: Batch) -> list[list[Rows]]:
@@ -112,39 +109,29 @@ class TorchProducer(Producer):
 
     def _compute(self, group: int, samples: Sequence[Sample]) -> list[Rows]:
         found: dict[int, Sequence[Rows]] = {}
-        for some in self.split(samples):
+        for some in group_by_length(samples, self._most, padded=self._padded):
             found.update(self.rows(some, group))
         parts = [found[sample.index] for sample in samples]
         return [np.concatenate([part[tap] for part in parts]) for tap in range(len(self._taps)) if parts]
 
-    def split(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield the samples of each forward pass."""
-        return group_by_length(samples, self._most, padded=self._padded)
-
-    def rows(self, samples: Sequence[Sample], group: int = 0) -> Iterator[tuple[int, Sequence[Rows]]]:
-        """Run one forward pass over padded rows; yield the stored rows of each sample."""
+    def rows(self, samples: Sequence[Sample], group: int = 0) -> dict[int, list[Rows]]:
+        """Run one forward pass over padded rows; return the stored rows of each sample at each tap."""
         import torch
 
-        longest = max(map(len, samples))
-        tokens = np.zeros((len(samples), longest), np.int64)
-        mask = np.zeros_like(tokens)
-        for row, sample in enumerate(samples):
-            tokens[row, : len(sample)], mask[row, : len(sample)] = sample.tokens, 1
         hooks = self._hooks[group]
-        given = [torch.from_numpy(array).to(input_device(hooks.model)) for array in (tokens, mask)]
-        follows = torch.nn.functional.pad(given[1][:, 1:], (0, 1)).bool()
+        tokens, mask = pad([sample.tokens for sample in samples], input_device(hooks.model))
+        follows = torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool()
         try:
-            drawn = hooks.run(given[0], given[1], follows)
+            drawn = hooks.run(tokens, mask, follows)
             if self._mean:
-                drawn = {tap: _masked_mean(value, given[1]) for tap, value in drawn.items()}
+                drawn = {tap: _masked_mean(value, mask) for tap, value in drawn.items()}
             arrays = [copy_rows(tap, drawn[tap], self._store_dtype) for tap in self._taps]
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory("the device's memory ran out") from error
-        for row, sample in enumerate(samples):
-            yield (
-                sample.index,
-                [array[row] if self._mean else sample.of_rows(array[row, : len(sample)]) for array in arrays],
-            )
+        return {
+            sample.index: [array[row] if self._mean else sample.of_rows(array[row, : len(sample)]) for array in arrays]
+            for row, sample in enumerate(samples)
+        }
 
     def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
         """Return the rows of a batch, sample after sample; refuse NaN and infinity."""
@@ -157,6 +144,21 @@ class TorchProducer(Producer):
             ]
             for number, tap in enumerate(self._taps)
         ]
+
+
+def pad(
+    sequences: Sequence[npt.NDArray[np.int32]], device: Any, *, left: bool = False, length: int = 0
+) -> tuple[Any, Any]:
+    """Return token ids and their mask as tensors, all as long as the longest sequence or as ``length``."""
+    import torch
+
+    longest = max(length, *map(len, sequences))
+    tokens = np.zeros((len(sequences), longest), np.int64)
+    mask = np.zeros_like(tokens)
+    for row, sequence in enumerate(sequences):
+        here = slice(longest - len(sequence), longest) if left else slice(len(sequence))
+        tokens[row, here], mask[row, here] = sequence, 1
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(mask).to(device)
 
 
 def _masked_mean(value: Any, mask: Any) -> Any:
@@ -179,14 +181,10 @@ def copy_rows(tap: Tap, value: Any, store_dtype: str) -> Rows:
 
 def encode_rows(tap: Tap, rows: Rows, store_dtype: str) -> Rows:
     """Return rows as they are stored; refuse NaN and infinity."""
-    if not _finite(rows):
+    if rows.dtype.kind not in "iu" and not np.isfinite(rows.astype(np.float32)).all():
         fix = "use --store-dtype bfloat16, which holds larger values" if store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {tap}", expected="finite activations", fix=fix)
     return as_stored(rows, tap.stored_as(store_dtype, rows.shape[1]))
-
-
-def _finite(block: Rows) -> bool:
-    return block.dtype.kind in "iu" or bool(np.isfinite(block.astype(np.float32)).all())
 
 
 def group_by_length(samples: Sequence[Sample], most_tokens: int, *, padded: bool = True) -> Iterator[list[Sample]]:
@@ -209,8 +207,6 @@ def group_by_length(samples: Sequence[Sample], most_tokens: int, *, padded: bool
 
 _BATCH = {"cpu": 16, "cuda": 64}
 """Answers at a time on each replica."""
-_POLL = 0.2
-"""Seconds between two looks at whether the generator was closed."""
 _SORTED = 4
 """Batches of prompts that are sorted by length together."""
 
@@ -234,71 +230,56 @@ class TorchGenerator:
         progress: Progress,
     ) -> None:
         self._hooks = [Hooks(model, taps) for model in replicas]
-        self._model, self._dtype, self._progress = replicas[0], spec.dtype, progress
+        self._model, self._dtype = replicas[0], spec.dtype
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
             model.generation_config = type(model.generation_config)(pad_token_id=0)
-        self._stop = threading.Event()
         self._size = spec.batch_size or _BATCH[input_device(self._model).type]
-        self._padded = left_padding_is_safe(self._model)
+        self._padded = _left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self.taps, self.capture, self.store_dtype, self.progress = taps, generation.capture, spec.store_dtype, progress
         chosen = generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p
-        self._options = _Options(tuple(taps), generation, Sampling(*chosen, spec.data.seed), spec.store_dtype)
+        self.sampling = Sampling(*chosen, spec.data.seed)
+        self.threads = ThreadGroup()
 
     def describe(self) -> str:
-        """Return ``PyTorch on 2 × NVIDIA H200, bfloat16, 128 answers at a time``."""
         count = len(self._hooks)
         names = torch_device_names(self._model, count)
         return f"PyTorch on {names}, {self._dtype}, {count * self._size} answers at a time"
 
     def close(self) -> None:
         """End the threads at their next token."""
-        self._stop.set()
+        self.threads.fail(ThreadsEnded())
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
         """Yield, after each token, the answers that ended with it.
 
         Closing the iterator leaves unfinished answers unanswered.
         """
-        self._progress.start()
-        waiting, lock, stop = self._batches(samples), threading.Lock(), self._stop
+        self.progress.start()
+        self.threads = ThreadGroup()
+        waiting, lock = self._batches(samples), threading.Lock()
         # Short, so that replicas wait for a slow disk instead of filling the memory with rows.
-        ended: Queue[list[Answer] | BaseException | None] = Queue(len(self._hooks))
-
-        def report(found: list[Answer] | BaseException | None) -> None:
-            while not stop.is_set():
-                with suppress(Full):
-                    ended.put(found, timeout=_POLL)
-                    return
+        ended: Channel[list[Answer]] = Channel(self.threads, len(self._hooks))
 
         def work(hooks: Hooks) -> None:
-            try:
-                while not stop.is_set():
-                    with lock:
-                        batch = next(waiting, None)
-                    if batch is None:
-                        break
-                    self._answer(hooks, batch, report)
-                report(None)
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                report(error)
+            while True:
+                with lock:
+                    batch = next(waiting, None)
+                if batch is None:
+                    break
+                self._answer(hooks, batch, ended.put)
+            ended.put(None)
 
-        threads = [threading.Thread(target=work, args=(hooks,), name="spile-torch") for hooks in self._hooks]
-        for thread in threads:
-            thread.start()
-        running = len(threads)
+        for hooks in self._hooks:
+            self.threads.start("torch", partial(work, hooks))
         try:
-            while running and not stop.is_set():
-                with suppress(Empty):
-                    found = ended.get(timeout=_POLL)
-                    if isinstance(found, BaseException):
-                        raise found
-                    running -= found is None
-                    if found is not None:
-                        yield found
+            for _ in self._hooks:
+                yield from ended
+        except ThreadsEnded:
+            pass
         finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+            self.close()
+            self.threads.join()
 
     def _batches(self, samples: Iterator[Sample]) -> Iterator[list[Sample]]:
         """Yield prompts of similar lengths, or of the same length if the model does not ignore padding."""
@@ -311,14 +292,16 @@ class TorchGenerator:
         """Answer a batch, in two halves if it does not fit on the device."""
         import torch
 
-        steps = _Steps(samples, self._options, self._progress, self._stop)
+        steps = _Steps(self, samples, report)
+        tokens, mask = pad([sample.tokens for sample in samples], input_device(hooks.model), left=True)
         try:
-            with self._progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.capture(steps.keep):
+            with self.progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.capture(steps.keep):
                 hooks.model.generate(
-                    **pad_left([sample.tokens for sample in samples], input_device(hooks.model)),
-                    max_new_tokens=self._options.sampling.max_new + 1,  # the last token of an answer is fed too
+                    input_ids=tokens,
+                    attention_mask=mask,
+                    max_new_tokens=self.sampling.max_new + 1,  # the last token of an answer is fed too
                     do_sample=False,
-                    logits_processor=[partial(steps.select, report)],
+                    logits_processor=[steps.select],
                     stopping_criteria=[steps.ended],
                 )
         except torch.OutOfMemoryError as error:
@@ -327,37 +310,27 @@ class TorchGenerator:
                     "the device's memory ran out with one answer at a time", fix="use a smaller --max-new-tokens"
                 ) from error
             half = len(samples) // 2
-            self._progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
+            self.progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
             left = [sample for sample in samples if sample.index not in steps.reported]
             for part in filter(None, (left[:half], left[half:])):
                 self._answer(hooks, part, report)
 
 
-class _Options(NamedTuple):
-    """What is the same for all batches."""
-
-    taps: tuple[Tap, ...]
-    generation: GenerationSpec
-    sampling: Sampling
-    store_dtype: str
-
-
-class _StepRows(NamedTuple):
-    """The rows of an answer in the values of a forward pass."""
-
-    answer: Answer
-    row: int
-    tokens: slice
-
-
 class _Steps:
     """The answers of one batch, while ``generate`` calls back after each forward pass."""
 
-    def __init__(self, samples: Sequence[Sample], options: _Options, progress: Progress, stop: threading.Event) -> None:
-        self._options, self._progress, self._stop = options, progress, stop
-        capture, most = options.generation.capture, options.sampling.max_new
+    def __init__(
+        self, generator: TorchGenerator, samples: Sequence[Sample], report: Callable[[list[Answer]], None]
+    ) -> None:
+        self._generator, self._report = generator, report
         self._answers = [
-            Answer(sample, AnswerRows(len(options.taps), captured_tokens(capture, len(sample), most)))
+            Answer(
+                sample,
+                AnswerRows(
+                    len(generator.taps),
+                    captured_tokens(generator.capture, len(sample), generator.sampling.max_new),
+                ),
+            )
             for sample in samples
         ]
         self._length = max(map(len, samples))
@@ -369,30 +342,33 @@ class _Steps:
         """Receive the value of a tap."""
         self._values[tap] = value
 
-    def select(self, report: Callable[[list[Answer]], None], _tokens: Any, scores: Any) -> Any:
+    def select(self, _tokens: Any, scores: Any) -> Any:
         """Store the rows of a forward pass, report answers that ended, and select the next token of each other answer.
 
         This is a logits processor. The scores that it returns allow only the selected tokens.
         """
         import torch
 
+        how = self._generator.sampling
         prompts = not self._answers[0].tokens
         live = [(row, each) for row, each in enumerate(self._answers) if each.sample.index not in self.reported]
-        self._store(live, prompts)
-        how = self._options.sampling
+        for _, answer in live:
+            answer.fed += not prompts
+        if self._generator.capture in ("both", "prompt" if prompts else "answer"):
+            self._store(live, prompts)
         tokens, logprobs = self._choose(scores)
         unfinished = [(row, answer) for row, answer in live if answer.reason is None]
         for row, answer in unfinished:
             answer.append(tokens[row], logprobs[row], how.stop, how.max_new)
         ended = [answer for _, answer in live if answer.reason is not None and answer.fed == len(answer.tokens)]
         self.reported |= {answer.sample.index for answer in ended}
-        self._progress.add(
+        self._generator.progress.add(
             tokens=len(unfinished) + (sum(len(answer.sample) for _, answer in live) if prompts else 0),
             generated_tokens=len(unfinished),
             computed_tokens=len(self._answers) * self._length,
         )
         self._length = 1
-        report(ended)
+        self._report(ended)
         forced = torch.full_like(scores, -torch.inf)
         return forced.scatter_(1, torch.tensor(tokens, device=scores.device)[:, None], 0.0)
 
@@ -400,33 +376,25 @@ class _Steps:
         """Return whether nothing is left to do: a stopping criterion."""
         import torch
 
-        done = len(self.reported) == len(self._answers) or self._stop.is_set()
+        done = len(self.reported) == len(self._answers) or self._generator.threads.failed
         return torch.full((len(tokens),), done, device=tokens.device)
 
     def _store(self, live: Sequence[tuple[int, Answer]], prompts: bool) -> None:
         """Copy the captured rows of a forward pass to the answers."""
-        if prompts:
-            parts = [_StepRows(each, row, slice(self._length - len(each.sample), self._length)) for row, each in live]
-        else:
-            parts = [_StepRows(answer, row, slice(0, 1)) for row, answer in live]
-            for _, answer in live:
-                answer.fed += 1
-        options, values = self._options, self._values
-        self._values = {}
-        if not parts or options.generation.capture not in ("both", "prompt" if prompts else "answer"):
-            return
-        sizes = [part.tokens.stop - part.tokens.start for part in parts]
-        firsts = [part.answer.rows.extend(size) for part, size in zip(parts, sizes, strict=True)]
-        for number, tap in enumerate(options.taps):
-            value = values[tap].reshape(len(self._answers), self._length, -1)
-            array = copy_rows(tap, value, options.store_dtype)
-            together = np.concatenate([array[part.row, part.tokens] for part in parts])
-            split = np.split(encode_rows(tap, together, options.store_dtype), np.cumsum(sizes)[:-1])
-            for part, first, rows in zip(parts, firsts, split, strict=True):
-                part.answer.rows.put(number, first, rows)
+        sizes = [len(answer.sample) if prompts else 1 for _, answer in live]
+        firsts = [answer.rows.extend(size) for (_, answer), size in zip(live, sizes, strict=True)]
+        for number, tap in enumerate(self._generator.taps if live else ()):
+            value = self._values.pop(tap).reshape(len(self._answers), self._length, -1)
+            array = copy_rows(tap, value, self._generator.store_dtype)
+            # A prompt is at the end of its row, behind the padding.
+            own = [array[row, self._length - size :] for (row, _), size in zip(live, sizes, strict=True)]
+            stored = encode_rows(tap, np.concatenate(own), self._generator.store_dtype)
+            parts = np.split(stored, np.cumsum(sizes)[:-1])
+            for (_, answer), first, rows in zip(live, firsts, parts, strict=True):
+                answer.rows.put(number, first, rows)
 
     def _choose(self, scores: Any) -> tuple[list[int], list[float]]:
-        how = self._options.sampling
+        how = self._generator.sampling
         if how.temperature == 0:
             best = scores.float().log_softmax(-1).max(-1)
             return scores.argmax(-1).tolist(), best.values.tolist()
@@ -439,22 +407,7 @@ class _Steps:
 _draw = jax.jit(choose_tokens, static_argnums=3)
 
 
-def pad_left(prompts: Sequence[npt.NDArray[np.int32]], device: Any, length: int = 0) -> Mapping[str, Any]:
-    """Return the inputs of ``generate`` for prompts, all as long as the longest one or as ``length``."""
-    import torch
-
-    longest = max(length, *map(len, prompts))
-    tokens = np.zeros((len(prompts), longest), np.int64)
-    mask = np.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
-    return {
-        "input_ids": torch.from_numpy(tokens).to(device),
-        "attention_mask": torch.from_numpy(mask).to(device),
-    }
-
-
-def left_padding_is_safe(model: Any) -> bool:
+def _left_padding_is_safe(model: Any) -> bool:
     """Return whether ``generate`` gives a padded prompt the same answer as without padding, beyond rounding.
 
     Models with a recurrent state may ignore the mask.
@@ -462,9 +415,9 @@ def left_padding_is_safe(model: Any) -> bool:
     import torch
 
     def logits(length: int) -> Any:
-        given = pad_left([np.arange(1, 6, dtype=np.int32)], input_device(model), length)
+        tokens, mask = pad([np.arange(1, 6, dtype=np.int32)], input_device(model), left=True, length=length)
         more = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True, "output_logits": True}
-        return torch.stack(model.generate(**given, **more).logits)
+        return torch.stack(model.generate(input_ids=tokens, attention_mask=mask, **more).logits)
 
     with torch.inference_mode():
         return nearly_equal(logits(5), logits(8), model.dtype)

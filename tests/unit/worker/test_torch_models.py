@@ -238,7 +238,7 @@ def test_two_replicas_share_a_batch(tmp_path: Path) -> None:
     model = load("opt", tmp_path)
     options: dict[str, Any] = {"store_dtype": "float32", "dtype": "float32"}
     one = TorchProducer([model], taps, **options, most_tokens=64)
-    alone = dict(one.rows(every))
+    alone = one.rows(every)
     both = place_replicas(model, ("cpu", "cpu"))
     assert both[0] is not both[1]
     two = TorchProducer(both, taps, **options, most_tokens=64)
@@ -307,7 +307,7 @@ def test_a_model_that_accelerate_places_gives_the_same_rows(tmp_path: Path) -> N
 
     taps, every, model = (Tap("residual", 1),), samples(), load("opt", tmp_path)
     options: dict[str, Any] = {"store_dtype": "float32", "dtype": "float32", "most_tokens": 64}
-    alone = dict(TorchProducer([model], taps, **options).rows(every))
-    spread = dict(TorchProducer([_spread(model)], taps, **options).rows(every))
+    alone = TorchProducer([model], taps, **options).rows(every)
+    spread = TorchProducer([_spread(model)], taps, **options).rows(every)
     for index, (rows,) in alone.items():
         np.testing.assert_array_equal(rows, spread[index][0])
