@@ -40,7 +40,7 @@ from spile.spec.taps import select_taps
 from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.device import configure_jax
-from spile.worker.generator import Generator, plan_slots
+from spile.worker.generator import GenerationPrograms, Generator, plan_slots
 from spile.worker.infer import AnswerProducer
 from spile.worker.mesh import device_memory, make_mesh
 from spile.worker.pipeline import Sink, run_pipeline
@@ -67,9 +67,9 @@ class _Limited(Generator):
         super().__init__(*args, **settings)
         self.calls: Counter[str] = Counter()
 
-    def _call(self, program: Any, pieces: Any, *given: Any) -> Any:
-        self.calls["steps" if pieces is None else "read"] += 1
-        return super()._call(program, pieces, *given)
+    def _call(self, program: Any, parts: Any, *given: Any) -> Any:
+        self.calls["steps" if parts is None else "read"] += 1
+        return super()._call(program, parts, *given)
 
     def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
         super()._append_token(answer, token, logprob)
@@ -96,17 +96,17 @@ def spile_seconds(
     for visit in range(2):  # The first run compiles and warms up.
         home = Path(args.output) / f"visit-{visit}"
         shutil.rmtree(home, ignore_errors=True)
-        generator = _Limited(
-            params, config, taps, mesh=make_mesh((1, 1), jax.devices()[:1]), plan=plan, stop=(), generation=generation,
-            seed=0, dtype=dtype, store_dtype="bfloat16", progress=(progress := Progress()),
+        programs = GenerationPrograms(
+            params, config, taps, mesh=make_mesh((1, 1), jax.devices()[:1]), plan=plan, generation=generation,
+            seed=0, dtype=dtype, store_dtype="bfloat16",
         )  # fmt: skip
+        generator = _Limited(programs, progress := Progress())
         generator.limits = limits
         root = open_folder(str(home))
         join_run(root, run)
         stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
         producer = AnswerProducer(generator, load_tokenizer(model), generation, progress)
         sizes = Sizes(4096, None, args.longest, 1e9, max(1, min(8, (os.cpu_count() or 2) // 2)))
-        generator.prepare()
         calls = call_milliseconds(generator)
         began = time.perf_counter()
         control = Control()

@@ -24,7 +24,7 @@ from spile.models.decoder import forward
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.worker.generator import Generator, SlotPlan
+from spile.worker.generator import GenerationPrograms, Generator, SlotPlan
 from spile.worker.mesh import make_mesh
 from spile.worker.producer import Answer
 
@@ -58,11 +58,12 @@ def prompts(case: str) -> list[Sample]:
 
 def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> dict[int, Answer]:
     files = model_files.find(str(folder))
-    about = GenerationSpec(**{"max_new_tokens": 64, **more.pop("generation", {})})
-    generator = Generator(
+    about = GenerationSpec(**{"max_new_tokens": 64, "stop_tokens": more.pop("stop", ()), **more.pop("generation", {})})
+    programs = GenerationPrograms(
         weights.load(files, head=True), files.config, taps(case), mesh=make_mesh((1, 1)), plan=plan,
-        stop=more.pop("stop", ()), generation=about, seed=more.pop("seed", 0), dtype="float32", store_dtype="float32",
+        generation=about, seed=more.pop("seed", 0), dtype="float32", store_dtype="float32",
     )  # fmt: skip
+    generator = Generator(programs)
     found = [answer for turn in generator.answers(iter(prompts(case))) for answer in turn]
     generator.close()
     assert sorted(answer.sample.index for answer in found) == list(range(len(LENGTHS)))

@@ -45,7 +45,7 @@ from spile.models import model_files, weights
 from spile.models.decoder import head_needed
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
-from spile.worker.generator import Generator
+from spile.worker.generator import GenerationPrograms, Generator
 from spile.worker.mesh import make_mesh, plan_mesh
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
@@ -84,10 +84,10 @@ def check_rows(case, files, shape):
 
 def answer_tokens(case, files, shape):
     mesh, params = lying(files, shape, True)
-    generator = Generator(
-        params, files.config, (Tap("residual", 1),), mesh=mesh, plan=PLAN, stop=(),
+    generator = Generator(GenerationPrograms(
+        params, files.config, (Tap("residual", 1),), mesh=mesh, plan=PLAN,
         generation=GenerationSpec(max_new_tokens=12), seed=0, dtype="float32", store_dtype="float32",
-    )
+    ))
     found = {a.sample.index: a.tokens for turn in generator.answers(iter(prompts(case))) for a in turn}
     generator.close()
     return found

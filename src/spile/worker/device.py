@@ -37,7 +37,7 @@ from spile.spec.positions import ALL, MEAN
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
-from spile.worker.mesh import AXES, default_shape, device_memory, make_mesh, plan_mesh
+from spile.worker.mesh import AXES, default_shape, describe_mesh, device_memory, make_mesh, plan_mesh
 from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
 from spile.worker.progress import Progress
 from spile.worker.sizes import UNRELEASED, choose_sizes
@@ -161,11 +161,7 @@ class DeviceProducer(Producer):
         return sorted(index[0].start or 0 for index in places if index is not None)
 
     def describe(self) -> str:
-        """Return ``8 × NVIDIA H200, mesh 4 × 2, bfloat16, cudnn attention``."""
-        devices = self.mesh.devices.flatten()
-        data, model = self.mesh.devices.shape
-        mesh = f"mesh {data} × {model}, " if model > 1 else ""
-        return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self.dtype}, {self.attention} attention"
+        return f"{describe_mesh(self.mesh)}, {self.dtype}, {self.attention} attention"
 
     def close(self) -> None:
         """Stop compiling: a run that ends early does not wait for programs that are not needed."""

@@ -40,13 +40,13 @@ from spile.models.params import Params
 from spile.models.weights import load
 from spile.spec.amounts import size
 from spile.spec.phase import Phase
-from spile.spec.run import Capture, GenerationSpec
+from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
 from spile.worker.device import convert_error, place_steering, put
-from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
-from spile.worker.producer import Answer, AnswerRows, OutOfDeviceMemory, captured_tokens, check_tokens
+from spile.worker.mesh import default_shape, describe_mesh, device_memory, make_mesh, plan_mesh
+from spile.worker.producer import Answer, OutOfDeviceMemory, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.sizes import first_lengths, host_memory
 
@@ -133,21 +133,24 @@ class GenerationPrograms:
         *,
         mesh: Mesh,
         plan: SlotPlan,
-        sampling: Sampling,
-        capture: Capture,
+        generation: GenerationSpec,
+        seed: int,
         dtype: str,
         store_dtype: str,
     ) -> None:
-        self._config, self._plan, self._sampling = config, plan, sampling
-        self._dtype, self._store_dtype = dtype, store_dtype
-        self._prompt_taps = taps if capture in ("prompt", "both") else ()
-        self._answer_taps = taps if capture in ("answer", "both") else ()
+        self.params, self.config, self.mesh, self.plan = params, config, mesh, plan
+        self.taps, self.capture, self.dtype, self._store_dtype = taps, generation.capture, dtype, store_dtype
+        chosen = generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p
+        self.sampling = Sampling(*chosen, seed)
+        self._prompt_taps = taps if self.capture in ("prompt", "both") else ()
+        self._answer_taps = taps if self.capture in ("answer", "both") else ()
         platform = mesh.devices.flat[0].platform
         mixture = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).mixture(platform, mesh, config)
         self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
         # A kernel is not partitioned by the compiler, so several devices read with plain XLA.
         self._attention = choose(config, platform, dtype) if mesh.size == 1 else "xla"
-        self._groups = int(mesh.shape["data"])
+        self.groups = int(mesh.shape["data"])
+        """The data-parallel width over all hosts."""
         self.by_group = NamedSharding(mesh, PartitionSpec("data"))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._host = self.by_group if platform == "cpu" else self.by_group.with_memory_kind("pinned_host")
@@ -163,7 +166,6 @@ class GenerationPrograms:
         self.stepper: Future[Any] = self._compilers.submit(self._stepper, params, given)
 
     def close(self) -> None:
-        """Stop compiling."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def empty(self) -> Slots:
@@ -172,27 +174,27 @@ class GenerationPrograms:
         return placed
 
     def _make_empty(self) -> Slots:
-        return empty_slots(self._config, self._groups, self._plan.slots, self._plan.capacity, self._dtype)
+        return empty_slots(self.config, self.groups, self.plan.slots, self.plan.capacity, self.dtype)
 
     def _reader(self, params: Params, slots: Slots) -> Any:
         def program(params: Params, slots: Slots, chunk: Chunk) -> Any:
             slots, chosen, kept = read_prompts(
-                params, slots, chunk, config=self._config, taps=self._prompt_taps, sampling=self._sampling,
+                params, slots, chunk, config=self.config, taps=self._prompt_taps, sampling=self.sampling,
                 mixture=self._mixture, attention=self._attention, keep=self._cast,
             )  # fmt: skip
             return slots, chosen, *self._send(kept)
 
-        shape = (self._groups, self._plan.rows)
+        shape = (self.groups, self.plan.rows)
         one = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.by_group)
-        tokens = jax.ShapeDtypeStruct((*shape, self._plan.chunk), jnp.int32, sharding=self.by_group)
+        tokens = jax.ShapeDtypeStruct((*shape, self.plan.chunk), jnp.int32, sharding=self.by_group)
         flags = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=self.by_group)
         return self._compiled(program, len(self._prompt_taps), params, slots, Chunk(tokens, one, one, one, flags, one))
 
     def _stepper(self, params: Params, slots: Slots) -> Any:
         def program(params: Params, slots: Slots) -> Any:
             slots, chosen, kept = take_steps(
-                params, slots, stride=self._plan.stride, config=self._config, taps=self._answer_taps,
-                sampling=self._sampling, mixture=self._mixture, keep=self._cast,
+                params, slots, stride=self.plan.stride, config=self.config, taps=self._answer_taps,
+                sampling=self.sampling, mixture=self._mixture, keep=self._cast,
             )  # fmt: skip
             # Put the rows of one slot next to each other: [groups × slots, stride, …].
             return slots, chosen, *self._send(tuple(jnp.swapaxes(x[:, :, 0], 0, 1) for x in kept))
@@ -216,29 +218,21 @@ _LATE = 1
 """Calls that are on the devices while the results of an earlier one are looked at."""
 
 
-class _Piece(NamedTuple):
-    """A piece of a prompt in the reading program."""
-
-    answer: Answer
-    group: int
-    row: int
-    length: int
-    last: bool
-
-
 class _Part(NamedTuple):
     """Rows of an answer in the arrays of a call."""
 
     answer: Answer
     row: int
     length: int
+    last: bool = False
+    """Whether these are the last tokens of the prompt, after which the call has chosen the first token."""
 
 
 class _Call(NamedTuple):
     """A call whose results have not been looked at."""
 
-    pieces: tuple[_Piece, ...] | None
-    """None if the call made tokens."""
+    parts: Sequence[_Part] | None
+    """The pieces of prompts that it reads; None if the call made tokens."""
     chosen: Choices
     kept: tuple[jax.Array, ...]
     finite: jax.Array
@@ -247,61 +241,29 @@ class _Call(NamedTuple):
 class Generator:
     """Answers samples, many at a time (an :class:`~spile.worker.infer.AnswerSource`)."""
 
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        taps: tuple[Tap, ...],
-        *,
-        mesh: Mesh,
-        plan: SlotPlan,
-        stop: tuple[int, ...],
-        generation: GenerationSpec,
-        seed: int,
-        dtype: str,
-        store_dtype: str,
-        progress: Progress | None = None,
-    ) -> None:
-        self._params, self._config, self._mesh, self._plan, self._dtype = params, config, mesh, plan, dtype
-        self._sampling = Sampling(stop, generation.max_new_tokens, generation.temperature, generation.top_p, seed)
-        self._n_taps, self._capture, self._progress = len(taps), generation.capture, progress or Progress()
-        self._programs = GenerationPrograms(
-            params, config, taps, mesh=mesh, plan=plan, sampling=self._sampling, capture=generation.capture,
-            dtype=dtype, store_dtype=store_dtype,
-        )  # fmt: skip
-        firsts: list[Any] = list(mesh.devices[:, 0])
+    def __init__(self, programs: GenerationPrograms, progress: Progress | None = None) -> None:
+        self._programs, self._plan, self._sampling = programs, programs.plan, programs.sampling
+        self._progress = progress or Progress()
+        self.groups = programs.groups
+        firsts: list[Any] = list(programs.mesh.devices[:, 0])
         self.owned = [g for g, device in enumerate(firsts) if device.process_index == jax.process_index()]
         """Groups whose rows this process stores: those whose first device belongs to it."""
         try:
-            self._slots = self._programs.empty()
+            self._slots = programs.empty()
         except jax.errors.JaxRuntimeError as error:
-            raise self._memory_error(error, plan.slots) from error
-        self._in_slots: list[list[Answer | None]] = [[None] * plan.slots for _ in range(self.groups)]
+            raise self._convert_error(error) from error
+        self._in_slots: list[list[Answer | None]] = [[None] * self._plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
         self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
 
-    @property
-    def groups(self) -> int:
-        """The data-parallel width over all hosts."""
-        return int(self._mesh.shape["data"])
-
     def describe(self) -> str:
-        """``8 × NVIDIA H200, mesh 4 × 2, bfloat16, 256 answers at a time``."""
-        devices = self._mesh.devices.flatten()
-        data, model = self._mesh.devices.shape
-        mesh = f"mesh {data} × {model}, " if model > 1 else ""
         at_once = self.groups * self._plan.slots
-        return f"{len(devices)} × {devices[0].device_kind}, {mesh}{self._dtype}, {at_once} answers at a time"
+        return f"{describe_mesh(self._programs.mesh)}, {self._programs.dtype}, {at_once} answers at a time"
 
     def close(self) -> None:
         """Stop compiling and copying."""
         self._programs.close()
         self._copiers.shutdown(wait=False, cancel_futures=True)
-
-    def prepare(self) -> None:
-        """Wait until both programs are compiled."""
-        self._wait_for(self._programs.reader, "reading prompts")
-        self._wait_for(self._programs.stepper, "making tokens")
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -342,9 +304,10 @@ class Generator:
                     sample = next(waiting, None)
                     if sample is None:
                         return False
-                    check_tokens([sample], self._config.vocab_size)
-                    room = captured_tokens(self._capture, len(sample), self._sampling.max_new)
-                    slots[slot] = Answer(sample, AnswerRows(self._n_taps, room), group=group)
+                    check_tokens([sample], self._programs.config.vocab_size)
+                    slots[slot] = Answer.begin(
+                        sample, len(self._programs.taps), self._programs.capture, self._sampling.max_new, group
+                    )
         return True
 
     def _read(self, unread: Sequence[tuple[int, int, Answer]]) -> _Call:
@@ -355,7 +318,7 @@ class Generator:
         start, length, sample = (np.zeros(shape, np.int32) for _ in range(3))
         last = np.zeros(shape, bool)
         filled = [0] * self.groups
-        pieces: list[_Piece] = []
+        parts: list[_Part] = []
         for group, number, answer in unread:
             while filled[group] < plan.rows and answer.read < len(answer.sample):
                 at = (group, filled[group])
@@ -364,9 +327,9 @@ class Generator:
                 tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, number, answer.read, len(piece)
                 answer.read += len(piece)
                 last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
-                pieces.append(_Piece(answer, *at, len(piece), bool(last[at])))
+                parts.append(_Part(answer, group * plan.rows + at[1], len(piece), bool(last[at])))
         chunk = Chunk(*(put(array, self._programs.by_group) for array in (tokens, slot, start, length, last, sample)))
-        return self._call(self._wait_for(self._programs.reader, "reading prompts"), tuple(pieces), chunk)
+        return self._call(self._wait_for(self._programs.reader, "reading prompts"), parts, chunk)
 
     def _step(self) -> _Call:
         return self._call(self._wait_for(self._programs.stepper, "making tokens"), None)
@@ -381,15 +344,15 @@ class Generator:
             self._progress.phase(Phase.RUNNING)
         return program.result()
 
-    def _call(self, program: Any, pieces: tuple[_Piece, ...] | None, *given: Chunk) -> _Call:
+    def _call(self, program: Any, parts: Sequence[_Part] | None, *given: Chunk) -> _Call:
         try:
-            self._slots, chosen, kept, finite = program(self._params, self._slots, *given)
+            self._slots, chosen, kept, finite = program(self._programs.params, self._slots, *given)
         except jax.errors.JaxRuntimeError as error:
-            raise self._memory_error(error, self._plan.slots) from error
-        return _Call(pieces, chosen, kept, finite)
+            raise self._convert_error(error) from error
+        return _Call(parts, chosen, kept, finite)
 
-    def _memory_error(self, error: jax.errors.JaxRuntimeError, slots: int) -> Failure:
-        failure = convert_error(error)
+    def _convert_error(self, error: jax.errors.JaxRuntimeError) -> Failure:
+        failure, slots = convert_error(error), self._plan.slots
         if not isinstance(failure, OutOfDeviceMemory):
             return failure
         return Failure(
@@ -402,32 +365,31 @@ class Generator:
     def _collect(self, call: _Call) -> list[Answer]:
         with self._progress.busy("model"), self._progress.computing():
             try:
-                tokens, logprobs = np.asarray(call.chosen.tokens).tolist(), np.asarray(call.chosen.logprobs).tolist()
+                tokens, logprobs = np.asarray(call.chosen.tokens), np.asarray(call.chosen.logprobs)
                 finite = np.asarray(call.finite)
                 kept = [_by_row(array) for array in call.kept]
             except jax.errors.JaxRuntimeError as error:
-                raise self._memory_error(error, self._plan.slots) from error
+                raise self._convert_error(error) from error
         if not finite.all():
             raise Failure("NaN or infinity in the activations", expected="finite activations")
         with self._progress.busy("host copy"):
-            if call.pieces is not None:
-                self._keep(self._append_pieces(call.pieces, tokens, logprobs), kept)
+            if call.parts is not None:
+                self._append_first(call.parts, tokens.ravel().tolist(), logprobs.ravel().tolist())
+                self._keep(call.parts, kept)
                 return []
-            self._keep(self._append_step(tokens, logprobs), kept)
+            self._keep(self._append_step(tokens.tolist(), logprobs.tolist()), kept)
             return self._free_slots()
 
-    def _append_pieces(self, pieces: tuple[_Piece, ...], tokens: Any, logprobs: Any) -> list[_Part]:
-        generated = 0
-        for answer, group, row, _, last in pieces:
-            if last:
-                self._append_token(answer, tokens[group][row], logprobs[group][row])
-                generated += 1
+    def _append_first(self, parts: Sequence[_Part], tokens: list[int], logprobs: list[float]) -> None:
+        """Append the first token of each answer whose prompt was read to its end."""
+        complete = [part for part in parts if part.last]
+        for part in complete:
+            self._append_token(part.answer, tokens[part.row], logprobs[part.row])
         self._progress.add(
-            tokens=sum(piece.length for piece in pieces) + generated,
-            generated_tokens=generated,
+            tokens=sum(part.length for part in parts) + len(complete),
+            generated_tokens=len(complete),
             computed_tokens=self.groups * self._plan.rows * self._plan.chunk,
         )
-        return [_Part(answer, group * self._plan.rows + row, length) for answer, group, row, length, _ in pieces]
 
     def _append_step(self, tokens: Any, logprobs: Any) -> list[_Part]:
         parts, generated = [], 0
@@ -458,14 +420,14 @@ class Generator:
                 ended.append(answer)
         return ended
 
-    def _keep(self, parts: list[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
+    def _keep(self, parts: Sequence[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
         """Copy the rows of the answers, several taps at once: the device reuses the memory that it wrote to."""
         own = [part for part in parts if part.answer.group in self.owned and kept]
-        places = [(answer.rows, row, length, answer.rows.extend(length)) for answer, row, length in own]
+        firsts = [part.answer.rows.extend(part.length) for part in own]
 
         def copy(tap: int) -> None:
-            for rows, row, length, first in places:
-                rows.put(tap, first, kept[tap][row][:length])
+            for part, first in zip(own, firsts, strict=True):
+                part.answer.rows.put(tap, first, kept[tap][part.row][: part.length])
 
         for _ in self._copiers.map(copy, range(len(kept))):
             pass
@@ -504,19 +466,18 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
         None if answers is None else -(-answers // shape[0]),
     )
     weights = load(run.files, dtype, None, layout.place(mesh), head=True)
-    return Generator(
+    programs = GenerationPrograms(
         replace(weights, steering=place_steering(run.steering, mesh)),
         config,
         run.taps,
         mesh=mesh,
         plan=plan,
-        stop=generation.stop_tokens,
         generation=generation,
         seed=spec.data.seed,
         dtype=dtype,
         store_dtype=spec.store_dtype,
-        progress=progress,
     )
+    return Generator(programs, progress)
 
 
 def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:

@@ -32,7 +32,7 @@ from spile.store.predictions import read_answers
 from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.generator import make_generator
-from spile.worker.producer import Answer, AnswerRows, Control, Producer, RowBlock, Verdict
+from spile.worker.producer import Answer, Control, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
 from spile.worker.torch_producers import TorchGenerator, torch_models
 
@@ -77,7 +77,7 @@ def answer_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) 
 
 
 class AnswerSource(Protocol):
-    """What answers samples: the generator, or a few lines of NumPy in a test."""
+    """What answers samples: a generator, or a few lines of NumPy in a test."""
 
     @property
     def groups(self) -> int:
@@ -90,20 +90,17 @@ class AnswerSource(Protocol):
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
         """Yield, after each step on the device, the answers that ended with it."""
 
-    def describe(self) -> str:
-        """Return one line for people."""
+    def describe(self) -> str: ...
 
-    def close(self) -> None:
-        """Stop background work."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class AnswerBatch(Batch):
     """One finished answer."""
 
+    answer: Answer
     prediction: Prediction
-    kept: AnswerRows
-    """The rows of the captured tokens, if this process stores them."""
     first: int
     """The position of the first captured token."""
 
@@ -116,7 +113,6 @@ class AnswerBatch(Batch):
         return {}
 
     def predictions(self) -> list[Prediction]:
-        """Return the answer."""
         return [self.prediction]
 
 
@@ -156,44 +152,36 @@ class AnswerProducer(Producer):
                 yield verdict
                 control.committed()
 
-    def start(self, batch: Batch) -> AnswerBatch:
+    def start(self, batch: Batch) -> Batch:
         """Return the batch: its rows are computed already."""
-        assert isinstance(batch, AnswerBatch)  # noqa: S101 - made above
         return batch
 
     def fetch(self, pending: object) -> Iterator[list[RowBlock]]:
         """Yield the stored rows of each tap, and release their memory tap after tap."""
-        assert isinstance(pending, AnswerBatch)  # noqa: S101 - start returned it
+        assert isinstance(pending, AnswerBatch)  # noqa: S101 - made below
         (sample,) = pending.samples
-        for tap in range(pending.kept.taps):
-            rows = pending.kept.take(tap)
+        for tap in range(pending.answer.rows.taps):
+            rows = pending.answer.rows.take(tap)
             if rows is not None:
                 rows = rows if sample.positions is None else rows[sample.positions - pending.first]
-                yield [RowBlock(_group(pending), rows)]
+                yield [RowBlock(pending.answer.group, rows)]
 
     def _batch(self, answer: Answer) -> AnswerBatch:
-        sample = self._stored_sample(answer)
-        self._progress.add(samples=1, truncated=int(sample.truncated > 0))
-        groups = tuple(((sample,),) if group == answer.group else () for group in range(self.groups))
-        return AnswerBatch(groups, 1, len(sample), self._prediction(answer), answer.rows, self._captured(answer)[0])
-
-    def _stored_sample(self, answer: Answer) -> Sample:
-        """Return the sample as it is stored: the tokens whose rows are stored, the answer's marked."""
-        sample, tokens = answer.sample, np.array(answer.tokens, np.int32)
-        roles = (self._tokenizer.roles(tokens) & ~np.uint8(Role.FIRST)) | np.uint8(Role.ANSWER | Role.ASSISTANT)
-        all_tokens: npt.NDArray[Any] = np.concatenate([sample.tokens, tokens])
-        all_roles: npt.NDArray[Any] = np.concatenate([sample.roles, roles])
-        first, stop = self._captured(answer)
+        """Return an answer with its sample as it is stored: the tokens whose rows are stored, the answer's marked."""
+        sample, generated = answer.sample, np.array(answer.tokens, np.int32)
+        own = (self._tokenizer.roles(generated) & ~np.uint8(Role.FIRST)) | np.uint8(Role.ANSWER | Role.ASSISTANT)
+        tokens: npt.NDArray[Any] = np.concatenate([sample.tokens, generated])
+        roles: npt.NDArray[Any] = np.concatenate([sample.roles, own])
+        first = 0 if self._capture in ("prompt", "both") else len(sample)
+        stop = len(sample) + (len(generated) if self._capture in ("answer", "both") else 0)
         if self._positions == ALL:
-            return replace(sample, tokens=all_tokens[first:stop], roles=all_roles[first:stop])
-        chosen = choose_positions(self._positions, self._seed, sample.index, all_roles, first, stop)
-        return replace(sample, tokens=all_tokens, roles=all_roles, positions=chosen)
-
-    def _captured(self, answer: Answer) -> tuple[int, int]:
-        """Return the range of positions, of prompt and answer together, whose rows were captured."""
-        prompt = len(answer.sample)
-        first = 0 if self._capture in ("prompt", "both") else prompt
-        return first, prompt + (len(answer.tokens) if self._capture in ("answer", "both") else 0)
+            stored = replace(sample, tokens=tokens[first:stop], roles=roles[first:stop])
+        else:
+            chosen = choose_positions(self._positions, self._seed, sample.index, roles, first, stop)
+            stored = replace(sample, tokens=tokens, roles=roles, positions=chosen)
+        self._progress.add(samples=1, truncated=int(sample.truncated > 0))
+        groups = tuple(((stored,),) if group == answer.group else () for group in range(self.groups))
+        return AnswerBatch(groups, 1, len(stored), answer, self._prediction(answer), first)
 
     def _prediction(self, answer: Answer) -> Prediction:
         assert answer.reason is not None  # noqa: S101 - the answer has ended
@@ -207,10 +195,6 @@ class AnswerProducer(Producer):
             stop_reason=answer.reason,
             augmentation=answer.sample.augmentation,
         )
-
-
-def _group(batch: Batch) -> int:
-    return next(number for number, group in enumerate(batch.groups) if group)
 
 
 def write_answers(run: ResolvedRun, stream: StreamStore) -> None:

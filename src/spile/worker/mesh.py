@@ -260,3 +260,10 @@ def make_mesh(shape: tuple[int, int], devices: Sequence[jax.Device] | None = Non
         hybrid = mesh_utils.create_hybrid_device_mesh(inner, (slices, 1), devices, allow_split_physical_axes=True)
         return Mesh(hybrid, AXES)
     return Mesh(mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES)
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Return ``8 × NVIDIA H200, mesh 4 × 2``."""
+    data, model = mesh.devices.shape
+    devices = f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
+    return f"{devices}, mesh {data} × {model}" if model > 1 else devices

@@ -212,11 +212,6 @@ def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def captured_tokens(capture: Capture, prompt: int, answer: int) -> int:
-    """Return how many of these prompt and answer tokens have their activations captured."""
-    return prompt * (capture in ("prompt", "both")) + answer * (capture in ("answer", "both"))
-
-
 class AnswerRows:
     """The captured activations of one answer: one array per tap, allocated for the longest answer.
 
@@ -269,6 +264,12 @@ class Answer:
     """Prompt tokens that were sent to the devices."""
     fed: int = 0
     """Tokens of the answer whose own step was looked at."""
+
+    @classmethod
+    def begin(cls, sample: Sample, taps: int, capture: Capture, most: int, group: int = 0) -> Answer:
+        """Return an answer without tokens, with room for the rows that are captured of at most ``most`` tokens."""
+        room = len(sample) * (capture in ("prompt", "both")) + most * (capture in ("answer", "both"))
+        return cls(sample, AnswerRows(taps, room), group=group)
 
     def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
         """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""

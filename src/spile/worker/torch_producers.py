@@ -25,15 +25,7 @@ from spile.spec.taps import SCALED, Tap
 from spile.store.shard import as_stored
 from spile.worker.batches import Batch
 from spile.worker.pipeline import Channel, ThreadGroup, ThreadsEnded
-from spile.worker.producer import (
-    Answer,
-    AnswerRows,
-    OutOfDeviceMemory,
-    Producer,
-    RowBlock,
-    captured_tokens,
-    check_tokens,
-)
+from spile.worker.producer import Answer, OutOfDeviceMemory, Producer, RowBlock, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.torch_backend import Hooks, inference_on, input_device, load_replicas, nearly_equal, padding_is_safe
 
@@ -323,16 +315,8 @@ class _Steps:
         self, generator: TorchGenerator, samples: Sequence[Sample], report: Callable[[list[Answer]], None]
     ) -> None:
         self._generator, self._report = generator, report
-        self._answers = [
-            Answer(
-                sample,
-                AnswerRows(
-                    len(generator.taps),
-                    captured_tokens(generator.capture, len(sample), generator.sampling.max_new),
-                ),
-            )
-            for sample in samples
-        ]
+        taps, most = len(generator.taps), generator.sampling.max_new
+        self._answers = [Answer.begin(sample, taps, generator.capture, most) for sample in samples]
         self._length = max(map(len, samples))
         """Tokens per row of the next forward pass: the prompts, then one."""
         self._values: dict[Tap, Any] = {}
