@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpileError
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.spec.identity import StreamIdentity
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample, Skip
 from spile.store.cleanup import clear_stream
@@ -117,7 +117,7 @@ class World:
     def live(self, commits: int | None, edited: int | None) -> None:
         stream = open_stream(DataSpec(dataset=str(self.file)), self.tokenizer)
         join_run(self.root, run_identity())
-        identity = StreamIdentity(str(self.file), stream.sha256, stream.lines, stream.samples, TAPS)
+        identity = replace(stream.identity, data=str(self.file), taps=TAPS)
         store = join_stream(self.root, 0, identity, run_identity())
         self.workers.append(store)
         if edited is not None:

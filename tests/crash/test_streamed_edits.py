@@ -6,6 +6,7 @@ Its identity does not cover all data, so what is proven is compared with the row
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,6 @@ from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpileError
 from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
-from spile.spec.identity import StreamIdentity
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
@@ -68,9 +68,9 @@ class StreamedWorld(World):
         known = read_stream(self.root.child("tpu_0"))
         stored = None if known is None else known.identity
         stream = open_stream(DataSpec(dataset=str(self.file)), self.tokenizer, stored=stored)
-        assert (stream.lines, stream.head) == (None, 2)
+        assert (stream.identity.lines, stream.identity.head) == (None, 2)
         join_run(self.root, run_identity())
-        identity = StreamIdentity(str(self.file), stream.sha256, None, None, TAPS, head=stream.head)
+        identity = replace(stream.identity, data=str(self.file), taps=TAPS)
         store = join_stream(self.root, 0, identity, run_identity())
         if edited is not None:
             self.do("edit", edited)  # after its first rows were hashed, before it is read

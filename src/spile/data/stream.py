@@ -98,38 +98,19 @@ def _read_ahead(chunks: Iterator[list[Sample | Skip] | int], end: list[int]) -> 
 class SampleStream:
     """The identity of a stream and its samples."""
 
-    location: str
-    sha256: str
-    """The hash of the file or, of a streamed dataset, of its first ``head`` rows."""
-    lines: int | None
-    """The number of rows; None for a streamed dataset, which is read during the run."""
-    streams: int | None
-    """The number of streams of the split; None if no ``streams.json`` lists this stream under its number."""
-    split: str | None
-    """The digest of that split."""
-    head: int | None
-    """For a streamed dataset: the number of rows that were read and checked before the run."""
+    identity: StreamIdentity
+    """Without the taps, which the data does not determine."""
     _spec: DataSpec
     _tokenizer: Tokenizer
     _drafter: Drafter
     _file: StreamFile
     _parts: Sequence[Part] | None
-    """All rows; None for a streamed dataset."""
+    """All rows; None for a streamed dataset, which is read during the run."""
 
     @property
     def prompt(self) -> PromptSpec:
         """The prompt options, with the kind resolved."""
         return self._drafter.prompt
-
-    @property
-    def samples(self) -> int | None:
-        """The number of samples regardless of ``max_samples``; None if the data must be read to know it."""
-        return None if self.prompt.pack or self.lines is None else self.lines * self.prompt.predictions_per_task
-
-    @property
-    def revision(self) -> str | None:
-        """The commit of a dataset on the hub."""
-        return self._file.revision
 
     def read(self, done: Ranges, parts: Sequence[Part] = (), end: int | None = None) -> SampleReader:
         """Read the samples that are not done, in index order. A sample does not depend on which others are done.
@@ -143,13 +124,13 @@ class SampleStream:
         reader = self._pass(partial(self._needed, done), parts, end)
         chunks = self._chunks(done, reader)
         if self._parts is not None:
-            return SampleReader(chunks, self.samples)
+            return SampleReader(chunks, self.identity.samples)
         return SampleReader(chunks, end, reader.parts)
 
     def _pass(self, needed: Callable[[Part], bool], parts: Sequence[Part], end: int | None) -> PartReader:
         if self._parts is not None:
             return PartReader(self._file, self._parts, ended=True, needed=needed)
-        head = (self.head or 0, self.sha256)
+        head = (self.identity.head or 0, self.identity.sha256)
         return PartReader(self._file, parts, head=head, ended=end is not None, needed=needed)
 
     def task_id(self, index: int, parts: Sequence[Part] = (), end: int | None = None) -> tuple[str, Sequence[Part]]:
@@ -165,7 +146,7 @@ class SampleStream:
 
     def compare(self, parts: Sequence[Part], end: int | None) -> None:
         """Raise an error if the rows that earlier runs read have changed. A pinned dataset cannot change."""
-        if self._parts is None and self.revision is None:
+        if self._parts is None and self._file.revision is None:
             next(self._pass(lambda _: False, parts, end).lines(), None)  # the first line after the known parts
 
     def _needed(self, done: Ranges, part: Part) -> bool:
@@ -196,7 +177,7 @@ class SampleStream:
             if not wanted:
                 continue
             number = self._file.number(line)
-            place = f"{self.location} {number}"
+            place = f"{self._file.location} {number}"
             try:
                 row = parse_row(line.raw, place)
                 drafts = list(self._drafter.drafts(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
@@ -293,21 +274,20 @@ def open_stream(
     if drafter is None:
         found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    streamed = head is not None
-    streams, split = _split_of(file, spec, manifest, None if streamed else digest.hexdigest())
-    return SampleStream(
-        location=file.location,
+    whole, prompt = head is None, drafter.prompt
+    streams, split = _split_of(file, spec, manifest, digest.hexdigest() if whole else None)
+    identity = StreamIdentity(
+        data=file.location,
         sha256=digest.hexdigest() if head is None else head,
-        lines=None if streamed else rows,
+        lines=rows if whole else None,
+        samples=rows * prompt.predictions_per_task if whole and not prompt.pack else None,
+        taps=(),
         streams=streams,
         split=split,
-        head=rows if streamed else None,
-        _spec=spec,
-        _tokenizer=tokenizer,
-        _drafter=drafter,
-        _file=file,
-        _parts=None if streamed else reader.parts,
+        head=None if whole else rows,
+        revision=file.revision,
     )
+    return SampleStream(identity, spec, tokenizer, drafter, file, reader.parts if whole else None)
 
 
 def _split_of(

@@ -162,8 +162,8 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     whole = spec.data.location.endswith(".json")  # one document, which is read as a whole in any case
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=whole)
     refuse_no_answers(spec, stream.prompt.kind)
-    if stream.head is None:
-        lengths, rows = _count(stream, spec, count, stream.samples)
+    if stream.identity.head is None:
+        lengths, rows = _count(stream, spec, count, stream.identity.samples)
     else:
         lengths, rows = _estimate(spec, stream, tokenizer, count)
     widths = (tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
@@ -173,7 +173,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
         lengths, rows = (replace(each, samples=fewer, counted=each.counted[:fewer]) for each in (lengths, rows))
     skipped = sum(not length for length in lengths.counted)
     stored = None if spec.positions == ALL else rows
-    return Forecast(spec, files.name, files.config, taps, stream.location, lengths, skipped, stored)
+    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, stored)
 
 
 def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> tuple[Lengths, Lengths]:
@@ -189,7 +189,7 @@ def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | N
 
 def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> tuple[Lengths, Lengths]:
     """Return the lengths of samples at the beginning of a large dataset, and an estimate of the number of samples."""
-    head, total = stream.head or 0, estimate_rows(spec.data)
+    head, total = stream.identity.head or 0, estimate_rows(spec.data)
     total = head if total is None else max(head, total)
     if spec.data.prompt.pack:  # documents are counted one by one, and then cut into full sequences
         prompt = replace(stream.prompt, pack=False)

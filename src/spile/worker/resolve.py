@@ -310,7 +310,7 @@ class ResolvedRun:
 
     def expected_samples(self, ledger: Ledger) -> int | None:
         """Return the number of samples that the stream must hold, if it is known before the stream is read."""
-        return ledger.expected(self.samples.samples, self.spec.data.max_samples, self.token_limit)
+        return ledger.expected(self.stream_identity.samples, self.spec.data.max_samples, self.token_limit)
 
 
 def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
@@ -387,18 +387,8 @@ def _resolve(
         folders=spec.stream_names,
         generation=None if generation is None else add_stop_tokens(generation, files, tokenizer),
     )
-    stream = StreamIdentity(
-        samples.location,
-        samples.sha256,
-        samples.lines,
-        samples.samples,
-        taps,
-        samples.streams,
-        samples.split,
-        {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)},
-        samples.head,
-        samples.revision,
-    )
+    shapes = {row.name: row.shape for row in rows if row.shape != (files.config.d_model,)}
+    stream = replace(samples.identity, taps=taps, shapes=shapes)
     if tokenizer.size > files.config.vocab_size:  # allowed; the producer checks every batch
         # After the identity: packed documents that end within these samples would have a count that others have not.
         first = islice(samples.read(Ranges()), _CHECKED_SAMPLES)

@@ -477,7 +477,7 @@ class ActivationStream(ShuffledReaders):
     @property
     def place(self) -> str:
         """The model and the data."""
-        return f"{self.run.identity.model} on {self.run.samples.location}"
+        return f"{self.run.identity.model} on {self.run.stream_identity.data}"
 
     @property
     def taps(self) -> tuple[str, ...]:

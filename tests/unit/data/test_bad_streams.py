@@ -117,14 +117,16 @@ def test_a_stream_that_changed_since_streams_json_is_named_with_both_hashes(
 def test_a_stream_knows_the_split_it_is_of(tasks: str, chatml: Tokenizer, tmp_path: Path) -> None:
     made = make_streams(tasks, tmp_path / "s", 3)
     opened = [open_stream(DataSpec(dataset_dir=str(tmp_path / "s"), worker_id=n), chatml) for n in range(3)]
-    assert {(stream.streams, stream.split) for stream in opened} == {(3, made.manifest.digest())}
+    assert {(stream.identity.streams, stream.identity.split) for stream in opened} == {(3, made.manifest.digest())}
     assert make_streams(tasks, tmp_path / "t", 3, seed=1).manifest.digest() != made.manifest.digest()
     alone = DataSpec(dataset=str(tmp_path / "s" / "stream_001.jsonl"), worker_id=1)
-    assert open_stream(alone, chatml).streams == 3
-    assert open_stream(replace(alone, worker_id=2), chatml).streams is None  # written as another stream than it is
-    assert open_stream(DataSpec(dataset=tasks), chatml).split is None
+    assert open_stream(alone, chatml).identity.streams == 3
+    assert (
+        open_stream(replace(alone, worker_id=2), chatml).identity.streams is None
+    )  # written as another stream than it is
+    assert open_stream(DataSpec(dataset=tasks), chatml).identity.split is None
     (tmp_path / "s" / MANIFEST).unlink()
-    assert open_stream(alone, chatml).streams is None
+    assert open_stream(alone, chatml).identity.streams is None
 
 
 def test_a_file_that_changes_under_the_reader_is_noticed(jsonl: Write, chatml: Tokenizer) -> None:

@@ -107,7 +107,7 @@ def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
     monkeypatch.setattr(stream_module, "HEAD_ROWS", 10)
     monkeypatch.setattr("spile.data.lines._PART_ROWS", 20)
     stream = open_stream(DataSpec(dataset="someone/rows"), chatml)
-    assert (stream.head, stream.lines, stream.revision) == (10, None, "abc")
+    assert (stream.identity.head, stream.identity.lines, stream.identity.revision) == (10, None, "abc")
     reader = stream.read(Ranges())
     assert len(list(reader)) == reader.total == 300
     stream = open_stream(DataSpec(dataset="someone/rows"), chatml)  # the next run, without a copy of the rows
@@ -136,7 +136,7 @@ stream = open_stream(data, load_tokenizer(model_files.find("embedded").tokenizer
 rows = stream.read(Ranges())
 first = next(rows)
 rows.close()
-print(json.dumps([stream.head, stream.revision, first.index, first.task_id, len(rows.parts)]))
+print(json.dumps([stream.identity.head, stream.identity.revision, first.index, first.task_id, len(rows.parts)]))
 """
 
 

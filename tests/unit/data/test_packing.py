@@ -49,7 +49,7 @@ def test_a_packed_stream(jsonl: Write, with_bos: Tokenizer) -> None:
     place = jsonl([{"text": text, "id": f"d{n}"} for n, text in enumerate(texts)])
     spec = DataSpec(dataset=place, prompt=PromptSpec(pack=True), max_seq_length=7)
     stream = open_stream(spec, with_bos)
-    assert (stream.lines, stream.samples, stream.prompt.kind) == (4, None, "text")
+    assert (stream.identity.lines, stream.identity.samples, stream.prompt.kind) == (4, None, "text")
     reader = stream.read(Ranges())
     assert next(reader).index == 0
     assert reader.total is None, "whoever stops before the end does not know it"
@@ -58,7 +58,7 @@ def test_a_packed_stream(jsonl: Write, with_bos: Tokenizer) -> None:
     assert reader.total == len(found)
     again = stream.read(Ranges([(0, len(found))]))
     assert (list(again), again.total) == ([], len(found))
-    assert stream.samples is None, "reading changes no stream"
+    assert stream.identity.samples is None, "reading changes no stream"
     tokens = [token for sample in found for token in sample.tokens.tolist()]
     assert tokens == [t for text in texts if text for t in with_bos.backend.encode(text).ids]
     assert found[0].task_id == "d0@0"

@@ -49,8 +49,8 @@ def samples(spec: DataSpec, tokenizer: Tokenizer) -> list[Sample]:
 
 def test_identity_of_a_stream(tasks: str, chatml: Tokenizer) -> None:
     stream = open_stream(DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=3)), chatml)
-    assert stream.sha256 == hashlib.sha256(Path(tasks).read_bytes()).hexdigest()
-    assert (stream.location, stream.lines, stream.samples) == (tasks, 40, 120)
+    assert stream.identity.sha256 == hashlib.sha256(Path(tasks).read_bytes()).hexdigest()
+    assert (stream.identity.data, stream.identity.lines, stream.identity.samples) == (tasks, 40, 120)
     assert stream.prompt.kind == "arc"
 
 
@@ -138,7 +138,7 @@ def test_prompts_do_not_depend_on_the_split(tasks: str, chatml: Tokenizer, tmp_p
 def test_max_samples_stops_early_and_changes_nothing_else(tasks: str, chatml: Tokenizer) -> None:
     spec = DataSpec(dataset=tasks, prompt=PromptSpec(predictions_per_task=3))
     limited = replace(spec, max_samples=7)
-    assert open_stream(limited, chatml).samples == 120
+    assert open_stream(limited, chatml).identity.samples == 120
     assert [shown(item) for item in read(limited, chatml)] == [shown(item) for item in read(spec, chatml)][:7]
 
 
@@ -299,16 +299,18 @@ def test_a_stream_left_from_another_split_is_refused(tmp_path: Path, tasks: str,
     manifest = make_streams(tasks, two, 2).manifest
     for name in ("stream_000.jsonl", "stream_001.jsonl", MANIFEST):
         (four / name).write_bytes((two / name).read_bytes())
-    assert open_stream(DataSpec(dataset_dir=str(four), worker_id=1), chatml).streams == 2
+    assert open_stream(DataSpec(dataset_dir=str(four), worker_id=1), chatml).identity.streams == 2
     for number in (2, 3):
         with pytest.raises(
             DataError, match=rf"stream_00{number}.jsonl does not belong to the split that streams.json describes"
         ):
             open_stream(DataSpec(dataset_dir=str(four), worker_id=number), chatml)
     given = DataSpec(dataset_dir=str(four), worker_id=1, expect_split=manifest.digest())
-    assert open_stream(given, chatml).split == manifest.digest()
+    assert open_stream(given, chatml).identity.split == manifest.digest()
     (tmp_path / "four" / "own.jsonl").write_bytes(Path(tasks).read_bytes())
-    assert open_stream(DataSpec(dataset=str(four / "own.jsonl")), chatml).streams is None, "no stream by its name"
+    assert open_stream(DataSpec(dataset=str(four / "own.jsonl")), chatml).identity.streams is None, (
+        "no stream by its name"
+    )
 
 
 def test_another_split_than_the_one_given_out_is_refused(tmp_path: Path, tasks: str, chatml: Tokenizer) -> None:
@@ -331,7 +333,7 @@ def test_tasks_by_id_in_one_json_file_are_read(tmp_path: Path, tasks: str, chatm
     assert [item.tokens.tolist() for item in found] == [item.tokens.tolist() for item in same]
     other = tmp_path / "other.json"
     other.write_text(json.dumps(by_id, indent=7))
-    one, two = (open_stream(DataSpec(dataset=str(each)), chatml).sha256 for each in (file, other))
+    one, two = (open_stream(DataSpec(dataset=str(each)), chatml).identity.sha256 for each in (file, other))
     assert one == two, "the layout of the JSON is not part of the data"
 
 

@@ -16,7 +16,6 @@ from spile.data.lines import Line, StreamFile, hash_lines
 from spile.data.stream import SampleReader, SampleStream, open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, SpecError
-from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
 from spile.spec.sample import Part, Sample, Skip
@@ -63,10 +62,10 @@ KINDS = ["x.jsonl", "x.csv", "x.txt", "x.parquet"]
 def test_a_streamed_dataset_gives_what_a_whole_one_gives(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / name, ROWS)
     whole, streamed = open_stream(spec, chatml, whole=True), open_stream(spec, chatml)
-    assert (whole.lines, whole.samples, whole.head) == (100, 100, None)
-    assert (streamed.lines, streamed.samples) == (None, None)
-    assert streamed.head is not None
-    assert 1 < streamed.head < 50, "only the first rows are read before the run"
+    assert (whole.identity.lines, whole.identity.samples, whole.identity.head) == (100, 100, None)
+    assert (streamed.identity.lines, streamed.identity.samples) == (None, None)
+    assert streamed.identity.head is not None
+    assert 1 < streamed.identity.head < 50, "only the first rows are read before the run"
     items, reader = read_all(streamed)
     assert texts(items, chatml) == texts(list(whole.read(NONE)), chatml)
     assert reader.total == 100
@@ -85,10 +84,10 @@ def test_the_end_is_known_if_all_samples_are_done(tmp_path: Path, chatml: Tokeni
 
 def test_a_pod_reads_a_file_as_a_whole(tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / "x.jsonl", ROWS)
-    assert open_stream(spec, chatml, pod=True).lines == 100
+    assert open_stream(spec, chatml, pod=True).identity.lines == 100
     one = open_stream(spec, chatml)
-    stored = StreamIdentity(one.location, one.sha256, None, None, (), head=one.head)
-    assert open_stream(spec, chatml, stored=stored).sha256 == one.sha256
+    stored = one.identity
+    assert open_stream(spec, chatml, stored=stored).identity == one.identity
     with pytest.raises(SpecError, match="expected one host, as when the run began, found a pod"):
         open_stream(spec, chatml, stored=stored, pod=True)
 
@@ -136,8 +135,11 @@ def test_rows_that_no_run_has_read_may_change(tmp_path: Path, chatml: Tokenizer)
 
 def test_an_edit_of_the_first_rows_changes_the_identity(tmp_path: Path, chatml: Tokenizer) -> None:
     one = open_stream(write(tmp_path / "x.jsonl", ROWS), chatml)
-    assert open_stream(write(tmp_path / "x.jsonl", [*ROWS, ROWS[0]]), chatml).sha256 == one.sha256
-    assert open_stream(write(tmp_path / "x.jsonl", [{"text": "dog"}, *ROWS[1:]]), chatml).sha256 != one.sha256
+    assert open_stream(write(tmp_path / "x.jsonl", [*ROWS, ROWS[0]]), chatml).identity.sha256 == one.identity.sha256
+    assert (
+        open_stream(write(tmp_path / "x.jsonl", [{"text": "dog"}, *ROWS[1:]]), chatml).identity.sha256
+        != one.identity.sha256
+    )
 
 
 def test_an_edit_while_a_file_is_read_is_found(
@@ -188,7 +190,7 @@ def test_streams_that_read_rows_in_turn_share_the_dataset(name: str, tmp_path: P
     for number in range(3):
         own = replace(spec, worker_id=number, of_streams=3)
         stream = open_stream(own, chatml)
-        assert (stream.streams, stream.split, stream.lines) == (3, "rows in turn", None)
+        assert (stream.identity.streams, stream.identity.split, stream.identity.lines) == (3, "rows in turn", None)
         items, reader = read_all(stream)
         samples = [item for item in items if isinstance(item, Sample)]
         assert [item.index for item in samples] == list(range(len(ROWS[number::3])))
@@ -211,7 +213,7 @@ def test_streams_that_read_rows_in_turn_share_the_dataset(name: str, tmp_path: P
 def test_another_number_of_streams_in_turn_is_another_stream(tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / "x.jsonl", [ROWS[0]] * 100)
     compared = [
-        StreamIdentity("", found.sha256, None, None, (), found.streams, found.split, head=6).compared()
+        replace(found.identity, head=6).compared()
         for found in (open_stream(replace(spec, of_streams=count), chatml) for count in (2, 3))
     ]
     assert compared[0] != compared[1]

@@ -112,7 +112,7 @@ def test_up_to_a_bucket_and_read_from_there(cloud_url: str, local: Path, chatml:
     for worker in range(4):
         there = open_stream(DataSpec(dataset_dir=url, worker_id=worker), chatml)
         here = open_stream(DataSpec(dataset_dir=str(local), worker_id=worker), chatml)
-        assert (there.sha256, there.lines) == (here.sha256, here.lines)
+        assert (there.identity.sha256, there.identity.lines) == (here.identity.sha256, here.identity.lines)
         pairs = zip(there.read(Ranges()), here.read(Ranges()), strict=True)
         assert all(a.task_id == b.task_id and a.tokens.tolist() == b.tokens.tolist() for a, b in pairs)
     open_folder(url).put("stream_001.jsonl", b'{"text": "another"}\n')
