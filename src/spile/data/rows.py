@@ -13,7 +13,7 @@ import numpy.typing as npt
 import orjson
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.grids import Task, parse_task
+from spile.data.arc.grids import Pair, Task, task_problem
 from spile.errors import DataError, SpecError
 from spile.spec.run import EVERY_FIELD, PromptKind, PromptSpec
 
@@ -125,11 +125,15 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
 
 def task_of(row: Mapping[str, Any], place: str) -> Task:
     """Return the row's ARC task."""
-    name = arc_task_id(row)
-    task = parse_task(row, name)
-    if isinstance(task, str):
-        raise DataError(f"{place}, task {name}", expected="an ARC task", found=task)
-    return task
+    name, problem = arc_task_id(row), task_problem(row)
+    if problem is not None:
+        raise DataError(f"{place}, task {name}", expected="an ARC task", found=problem)
+    return Task(
+        name,
+        tuple(Pair(pair["input"], pair["output"]) for pair in row["train"]),
+        tuple(pair["input"] for pair in row["test"]),
+        tuple(pair.get("output") for pair in row["test"]),
+    )
 
 
 def chat_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:

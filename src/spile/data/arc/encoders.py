@@ -11,7 +11,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 
 from spile.data.arc.grids import Grid, grid_problem
 from spile.errors import DataError, SpecError
@@ -33,7 +33,7 @@ class GridEncoder(ABC):
         """Return the grid of such a text; raise :class:`DataError` if it is malformed."""
 
     def __str__(self) -> str:
-        values = [getattr(self, each.name) for each in fields(self) if each.init]  # type: ignore[arg-type]
+        values = [getattr(self, each.name) for each in fields(self)]  # type: ignore[arg-type]
         return f"{type(self).__name__}({', '.join(map(_shown, values))})"
 
     def _unreadable(self, text: str) -> DataError:
@@ -107,8 +107,6 @@ class ReplaceNumberEncoder(GridEncoder):
     """Ten custom symbols instead of the digits: a string of ten characters or a list of ten strings."""
 
     symbols: tuple[str, ...] = tuple("abcdefghij")
-    _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
-    _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         symbols = tuple(self.symbols)
@@ -118,14 +116,13 @@ class ReplaceNumberEncoder(GridEncoder):
             expected = "ten distinct symbols, with no digit or blank in them and none the beginning of another"
             raise SpecError(f"{_FLAG}: ReplaceNumberEncoder", expected=expected, found=f"{list(symbols)!r}")
         object.__setattr__(self, "symbols", symbols)
-        object.__setattr__(self, "_numbers", {symbol: number for number, symbol in enumerate(symbols)})
-        object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, symbols))))
 
     def to_text(self, grid: Grid) -> str:
         return "\n".join(["".join([self.symbols[cell] for cell in row]) for row in grid])
 
     def to_grid(self, text: str) -> Grid:
-        grid = [[self._numbers[symbol] for symbol in self._pattern.findall(line)] for line in text.split("\n")]
+        pattern = re.compile("|".join(map(re.escape, self.symbols)))
+        grid = [[self.symbols.index(symbol) for symbol in pattern.findall(line)] for line in text.split("\n")]
         if grid_problem(grid) is not None or self.to_text(grid) != text:
             raise self._unreadable(text)
         return grid
@@ -211,7 +208,7 @@ def _build(call: ast.expr, text: str, depth: int) -> GridEncoder:
         raise SpecError(_FLAG, expected=f"one of {', '.join(ENCODERS)}, with parentheses", found=found)
     if depth > _DEEPEST:
         raise SpecError(_FLAG, expected=f"at most {_DEEPEST} encoders inside each other", found="more")
-    accepted = [each for each in fields(ENCODERS[name]) if each.init]  # type: ignore[arg-type]
+    accepted = fields(ENCODERS[name])  # type: ignore[arg-type]
     parameter = accepted[0] if accepted else None
     described, kinds = _ARGUMENTS[str(parameter.type)] if parameter else ("", ())
     given = [(None, value) for value in call.args] + [(each.arg, each.value) for each in call.keywords]

@@ -74,16 +74,3 @@ def task_problem(row: Mapping[str, Any]) -> str | None:
         if problem:
             return problem
     return None
-
-
-def parse_task(row: Mapping[str, Any], task_id: str) -> Task | str:
-    """Return a row with ``train`` and ``test`` as a task, or the reason why it is not one."""
-    problem = task_problem(row)
-    if problem is not None:
-        return problem
-    return Task(
-        task_id,
-        tuple(Pair(pair["input"], pair["output"]) for pair in row["train"]),
-        tuple(pair["input"] for pair in row["test"]),
-        tuple(pair.get("output") for pair in row["test"]),
-    )
