@@ -298,7 +298,7 @@ def test_a_silent_machine_is_reported_and_the_reason_of_its_replacement_stays(
     fake.admin("clock", {"advance": 600})
     status = monitor.step()
     assert status.workers[0].note.startswith("booted 10 min")
-    assert "not heard of yet (replaced after 20 min)" in status.workers[0].note
+    assert "no report yet (replaced after 20 min)" in status.workers[0].note
     assert status.workers[0].note in text_of(status), "in the column WORKER"
     say(home, status.workers[0].worker.name, fake.clock(), phase="starting", launches=3, exit_code=1, error="no memory")
     assert "restarted 2×, exit code 1: no memory" in text_of(monitor.step())

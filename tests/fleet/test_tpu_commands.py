@@ -166,7 +166,7 @@ def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeClo
     fake.admin("stock", {"zone": A, "available": False})
     words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")
     code, text = spile("tpu", "create", *words, "--queued-id", "mine")
-    assert (code, text) == (0, "v4-8, on demand\nmine in us-central1-a: asked for: 2 nodes s-0 …\n")
+    assert (code, text) == (0, "v4-8, on demand\nmine in us-central1-a: requested: 2 nodes s-0 …\n")
     while client.queued(A)[0].state.value != "WAITING_FOR_RESOURCES":
         time.sleep(0.02)
     code, text = spile("tpu", "status", "--zones", A)
@@ -273,7 +273,7 @@ def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: Fake
     fake.admin("pace", {"create": 3600})
     fake.admin("fault", {"method": "GET", "path": "/operations/", "status": 403, "message": "denied", "count": 99})
     _, text = spile("tpu", "create", "--zones", A)
-    assert "tpu-us-central1-a-0 in us-central1-a: asked for: its state is unknown" in text
+    assert "tpu-us-central1-a-0 in us-central1-a: requested: its state is unknown" in text
     assert "check it with spile tpu status" in text
 
 

@@ -490,7 +490,7 @@ def list_existing(provider: CloudTpu, fleet: FleetSpec) -> list[NodeResult]:
             detail = "there is no such machine of this fleet; create it with --create-tpus or --monitor"
             results.append(NodeResult(worker.name, worker.zone, "failed", detail))
         else:
-            results.append(NodeResult(worker.name, node.zone, "there already", "it takes this deployment by itself"))
+            results.append(NodeResult(worker.name, node.zone, "exists", "it takes this deployment by itself"))
     return results
 
 

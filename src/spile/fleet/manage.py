@@ -47,7 +47,7 @@ class NodeResult:
 
     name: str
     zone: str
-    what: Literal["created", "asked for", "there already", "adopted", "deleted", "deleting", "failed", "skipped"]
+    what: Literal["created", "requested", "exists", "adopted", "deleted", "deleting", "failed", "skipped"]
     detail: str = ""
 
     @property
@@ -180,7 +180,7 @@ def create(
             if wait and operation is not None:
                 results.append(_created(provider, fleet.name, zone, name, operation))
             else:
-                results.append(NodeResult(name, zone, "asked for"))
+                results.append(NodeResult(name, zone, "requested"))
         return results
 
     return by_zone([worker.zone for worker in fleet.workers], zone_work, report)
@@ -197,7 +197,7 @@ def _existing(fleet: FleetSpec, node: Node) -> NodeResult:
     if node.state.life is Life.DEAD:
         detail = f"it is {node.state.value}; create it again with: spile tpu recreate-preempted"
         return NodeResult(node.name, node.zone, "failed", detail)
-    return NodeResult(node.name, node.zone, "there already", node.state.value)
+    return NodeResult(node.name, node.zone, "exists", node.state.value)
 
 
 def _ask(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadata) -> Operation | None:
@@ -217,7 +217,7 @@ def _created(provider: CloudTpu, fleet: str, zone: str, name: str, operation: Op
         error = settle(provider, operation).error
     except (CloudError, UserError) as unknown:
         detail = f"its state is unknown; check it with spile tpu status: {unknown.line()}"
-        return NodeResult(name, zone, "asked for", detail)
+        return NodeResult(name, zone, "requested", detail)
     if error is None:
         return NodeResult(name, zone, "created")
     left = ""
@@ -320,7 +320,7 @@ def recreate(provider: CloudTpu, nodes: Sequence[Node], fleet: str) -> list[Node
             node = dead[zone, name]
             resource = queued.pop((zone, node.queued or ""), None)
             if node.queued is not None and resource is None:
-                results.append(NodeResult(name, zone, "asked for", f"with queued resource {node.queued}"))
+                results.append(NodeResult(name, zone, "requested", f"with queued resource {node.queued}"))
                 continue
             try:
                 operation = _request_again(provider, node, resource)
@@ -353,7 +353,7 @@ def queue(provider: CloudTpu, fleet: FleetSpec, prefix: str, count: int, name: s
 
     def zone_work(zone: str) -> list[NodeResult]:
         provider.create_queued(zone, name, request)
-        return [NodeResult(name, zone, "asked for", f"{count} nodes {prefix}-0 …")]
+        return [NodeResult(name, zone, "requested", f"{count} nodes {prefix}-0 …")]
 
     return by_zone(fleet.zones, zone_work)
 

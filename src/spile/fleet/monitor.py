@@ -515,7 +515,7 @@ def _note(case: WorkerCase, node: Node | None) -> str:
         return case.pulse.crash_loop
     if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:
         since = duration(max(0.0, case.now - node.created))
-        heard = f"booted {since} ago, not heard of yet (replaced after {duration(case.policy.slow_patience)})"
+        heard = f"booted {since} ago, no report yet (replaced after {duration(case.policy.slow_patience)})"
         return "; ".join(part for part in (heard, before) if part)
     return past.note or before
 

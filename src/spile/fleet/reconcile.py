@@ -255,7 +255,7 @@ def _final(bill: Bill, observed: Observed, now: float) -> Bill:
 
 def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
     """Return the history as if every answer were lost. It is stored before the requests are sent."""
-    unknown = Operation(error=LostReply("asked for, and no answer yet"))
+    unknown = Operation(error=LostReply("requested; no answer yet"))
     return record(fleet, history, [(action, unknown) for action in actions if action.verb == "create"], now)
 
 
