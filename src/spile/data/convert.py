@@ -141,6 +141,10 @@ class Item:
         return orjson.dumps(self.data) if self.raw is None else self.raw
 
 
+class _Unusable(Exception):
+    """A row cannot be used; the text is the reason."""
+
+
 class Unique:
     """Detects duplicate names with 24 bytes per name; they are compared at the end."""
 
@@ -184,20 +188,18 @@ def usable(
         tally.rows += 1
         if progress is not None and tally.rows % _EVERY == 0:
             progress(tally)
-        item: Item | str
-        if row.problem is not None or not isinstance(row.data, dict):
-            item = row.problem or "a row that is not an object"
-        else:
+        try:
+            if row.problem is not None or not isinstance(row.data, dict):
+                raise _Unusable(row.problem or "a row that is not an object")
             kind = kind or _kind(row.data, selection.column)
             item = _task(row, selection) if kind == "arc" else _plain(row, kind, selection.column)
-        if isinstance(item, str):
-            tally.reject(row, item, source, selection.bad_rows)
+            tally.samples += 1
+        except _Unusable as error:
+            tally.reject(row, str(error), source, selection.bad_rows)
             if not keep_rejected:
                 continue
             name = Path(str(source.origin["dataset"])).name
-            item = Item(_numbered(row.number), {}, rejected_line(f"{name} {row.place}: {item}"), row.number)
-        else:
-            tally.samples += 1
+            item = Item(_numbered(row.number), {}, rejected_line(f"{name} {row.place}: {error}"), row.number)
         yield item
     if progress is not None:
         progress(tally)
@@ -224,40 +226,35 @@ def _kind(data: dict[str, Any], column: str) -> Kind | None:
     return "text" if isinstance(value, str) or isinstance(data.get("text"), str) else None
 
 
-def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item | str:
-    """Return a chat or a text unchanged, with a name."""
+def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item:
+    """Return a chat, a text or token ids unchanged, with a name."""
     if kind is None:
-        return f"no {column!r}, train, messages, text or {TOKENS}"
-    named = {"chat": "messages", "tokens": TOKENS}.get(kind)
-    value = row.data.get(named) if named else row.data.get(column, row.data.get("text"))
-    if kind == "chat" and (not isinstance(value, list) or not value):
-        return "no messages"
-    if kind == "tokens" and not isinstance(value, list):
-        return f"no {TOKENS}"
-    if kind == "text" and not isinstance(value, str):
-        return "no text"
+        raise _Unusable(f"no {column!r}, train, messages, text or {TOKENS}")
+    if kind == "chat" and (not isinstance(row.data.get("messages"), list) or not row.data["messages"]):
+        raise _Unusable("no messages")
+    if kind == "tokens" and not isinstance(row.data.get(TOKENS), list):
+        raise _Unusable(f"no {TOKENS}")
+    if kind == "text" and not isinstance(row.data.get(column, row.data.get("text")), str):
+        raise _Unusable("no text")
     name = row_id(row.data)
     if name is not None:
         return Item(name, row.data, row.raw, row.number)
     return Item(_numbered(row.number), {"task_id": _numbered(row.number), **row.data}, None, row.number)
 
 
-def _task(row: SourceRow, selection: RowSelection) -> Item | str:
+def _task(row: SourceRow, selection: RowSelection) -> Item:
     """Return an ARC task: the row itself, or a column of pairs of which the last is the test."""
     data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
-    if selection.column in data and "train" not in data:
-        made = _from_pairs(data[selection.column])
-        if isinstance(made, str):
-            return made
-        own = row_id(data)
-        data, raw = {**({} if own is None else {"task_id": own}), **made}, None
-    elif "train" in data:
+    if "train" in data:
         raw = row.raw if isinstance(data.get("task_id"), str) else None
+    elif selection.column in data:
+        own = row_id(data)
+        data, raw = {**({} if own is None else {"task_id": own}), **_from_pairs(data[selection.column])}, None
     else:
-        return f"no column {selection.column!r}"
+        raise _Unusable(f"no column {selection.column!r}")
     problem = task_problem(data)
     if problem is not None:
-        return problem
+        raise _Unusable(problem)
     own = row_id(data)
     name = own or arc_task_id(data)
     most = selection.max_train_examples
@@ -266,21 +263,21 @@ def _task(row: SourceRow, selection: RowSelection) -> Item | str:
     return Item(name, data, raw, row.number, own is not None)
 
 
-def _from_pairs(pairs: Any) -> dict[str, Any] | str:
+def _from_pairs(pairs: Any) -> dict[str, Any]:
     if isinstance(pairs, str):
         try:
             pairs = orjson.loads(pairs)
-        except orjson.JSONDecodeError:
-            return "pairs that are not JSON"
+        except orjson.JSONDecodeError as error:
+            raise _Unusable("pairs that are not JSON") from error
     if not isinstance(pairs, list):
-        return "pairs that are not a list"
+        raise _Unusable("pairs that are not a list")
     if len(pairs) < 2:
-        return "fewer than two pairs"
+        raise _Unusable("fewer than two pairs")
     made = []
     for pair in pairs:
         sides = [pair.get("input"), pair.get("output")] if isinstance(pair, dict) else pair
         if not isinstance(sides, list) or len(sides) != 2:
-            return f"a pair of {len(sides)}" if isinstance(sides, list) else "a pair that is not a list"
+            raise _Unusable(f"a pair of {len(sides)}" if isinstance(sides, list) else "a pair that is not a list")
         made.append({"input": sides[0], "output": sides[1]})
     return {"train": made[:-1], "test": made[-1:]}
 

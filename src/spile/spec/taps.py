@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from spile.errors import SpecError
+from spile.spec.ranges import Ranges
 
 Size = Literal["d_model", "d_mid", "d_ff", "heads", "kv_heads", "head_dim", "experts", "top", "1"]
 """The size of one dimension of a token's row, as the name of a size of the model."""
@@ -198,13 +199,7 @@ def layers_text(layers: Sequence[int] | None) -> str:
     """Return the layers as text with ranges: ``(0, 1, 2, 20)`` gives ``"0-2,20"``. Inverse of :func:`parse_layers`."""
     if layers is None:
         return "all"
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in Ranges.of(layers).pairs())
 
 
 class _TapWord(NamedTuple):
