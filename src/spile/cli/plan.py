@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, print_json, table_of
@@ -27,7 +26,7 @@ from spile.planning.machines import Machine, Prices, list_prices, parse_machine,
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import at_least
 from spile.spec.taps import Tap, row_bytes, tap_rows
-from spile.view.table import output
+from spile.view.table import output, print_facts
 
 if TYPE_CHECKING:
     from spile.planning.bench import BenchResult
@@ -191,10 +190,8 @@ def _print(
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),
         *([] if here is None else [("this machine", here.line())]),
     ]  # fmt: skip
-    grid = Table.grid(padding=(0, 2))
-    for name, text in rows:
-        grid.add_row(Text(name, style="bold"), text)
-    console.print(grid, "", _machines(estimates), "", sep="\n")
+    print_facts(console, rows)
+    console.print("", _machines(estimates), "", sep="\n")
     peak = f"the peak{' (of a measured matrix product for CPUs)' if here else ''}"
     basis = f"{rates.efficiency:.0%} of {peak}, {rates.padding - 1:.0%} padding"
     if rates.tokens_per_second is not None:

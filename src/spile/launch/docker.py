@@ -83,9 +83,8 @@ def run_words(container: Container, *, user: str | None = None, passed: Sequence
 
 
 def _device(container: Container) -> list[str]:
-    if (
-        container.device == "tpu"
-    ):  # Root owns the chips' device files, and the hosts of a slice communicate over the host's ports.
+    # Root owns the chips' device files, and the hosts of a slice communicate over the host's ports.
+    if container.device == "tpu":
         return ["--privileged", "--network=host", "--user", "0:0"]
     if container.device == "cuda":
         everything = "nvidia.com/gpu=all"
