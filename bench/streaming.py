@@ -24,9 +24,9 @@ _RUN = """
 import json, sys
 from spile.spec.run import make_spec
 from spile.worker.extract import run_stream
-from spile.worker.progress import Progress, Timeline
+from spile.worker.progress import Progress
 
-progress = Progress(timeline=Timeline.of_process())
+progress = Progress.of_process()
 done = run_stream(make_spec(json.loads(sys.argv[1])), progress=progress)
 wall = done.progress.wall
 print(json.dumps({"data": wall.start, "first": wall.start + wall.compile, "memory": done.peak_memory,

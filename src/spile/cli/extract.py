@@ -232,8 +232,8 @@ def run_stream(
         summary = worker.run_stream(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             if verbose:
-                for span in watch.progress.timeline.spans():
-                    log(str(span))
+                for began, ended, name in sorted(watch.progress.spans):
+                    log(f"{began:6.2f} to {ended:6.2f} s  {name}")
             summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
             watch.finish(summary, spec.data.max_samples, _answers(spec, summary))
             _warn_of_incomplete_copy(spec, summary.stream)

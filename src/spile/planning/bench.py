@@ -42,7 +42,7 @@ from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer, run_stream
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, pack
-from spile.worker.progress import Progress, ProgressSnapshot, Timeline, WallTime, peak_memory
+from spile.worker.progress import Progress, ProgressSnapshot, WallTime, peak_memory
 from spile.worker.resolve import ResolvedRun, prompt_tokenizer, resolve
 
 _MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
@@ -196,7 +196,7 @@ def _run_command(spec: ExtractSpec, cache: str) -> ProgressSnapshot:
     """Run a stream in a new process, from its first import to its last commit."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     jax.config.update("jax_compilation_cache_dir", cache)
-    return run_stream(spec, progress=Progress(timeline=Timeline.of_process())).progress
+    return run_stream(spec, progress=Progress.of_process()).progress
 
 
 # -- the steady rate ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rich.text import Text
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.view.table import Lasting, print_event, print_facts, verify_command
-from spile.worker.progress import Progress, ProgressSnapshot, Summary, Timeline
+from spile.worker.progress import Progress, ProgressSnapshot, Summary
 from spile.worker.signals import handling_signals
 
 _LINE_EVERY = 10.0  # seconds between plain lines if the output is not a terminal
@@ -51,7 +51,7 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
     """Show progress. The first Ctrl+C or SIGTERM commits what is done and stops; a second one ends at once."""
     console = console or Lasting(highlight=False)
     stop, log = threading.Event(), partial(print_event, console)
-    progress = Progress(log=log, log_detail=log if verbose else lambda _line: None, timeline=Timeline.of_process())
+    progress = Progress.of_process(log=log, log_detail=log if verbose else lambda _line: None)
     with ExitStack() as stack:
         stack.enter_context(handling_signals(stop, progress))
         if verbose:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
 
-from spile.errors import Damaged, ModelError, RunMismatch, SpecError, UserError
-from spile.models.decoder import Steering
+from spile.errors import Damaged, RunMismatch, SpecError, UserError
 from spile.models.model_files import ModelFiles
 from spile.objects import Folder, open_folder
 from spile.objects.preflight import preflight
@@ -31,7 +29,7 @@ from spile.store.cleanup import remove_remains
 from spile.store.index import write_entry
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
-from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
+from spile.store.shard import CONTEXT, CONTEXT_OFFSETS
 from spile.store.shard_reader import ShardReader
 from spile.store.stream import StreamStore, differences, mismatch, read_run
 from spile.store.streams import (
@@ -47,10 +45,50 @@ from spile.worker.batches import Sizes, batches_in_order
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import Pipeline, ShardTask, Sink
 from spile.worker.producer import Control, Producer
-from spile.worker.progress import Progress, StatusFiles, Summary, peak_memory
-from spile.worker.resolve import find_model, rows_of, steering_of_run, use_device, wants_statistics
+from spile.worker.progress import Progress, StatusFiles, Summary, summarize
+from spile.worker.resolve import model_of_run, rows_of, steering_of_run, use_device, wants_statistics
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_producers import torch_producer
+
+
+def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
+    """Compute taps for every row of a finished dataset, and store them next to it, shard for shard."""
+    progress, control = progress or Progress(), Control(stop)
+    configure_jax(spec.device)
+    progress.phase(Phase.LOOKING, "at the dataset and the model")
+    root = open_folder(spec.root)
+    for warning in preflight(root):
+        progress.log(warning)
+    backfill = _check(spec, root)
+    streams = backfill.streams
+    progress.total_samples = sum(shard.count for stream in streams for shard in backfill.remaining(stream))
+    ledgers, finished, device = list[Ledger](), True, "none: nothing was left to do"
+    with ExitStack() as stack:
+        producer = None
+        if progress.total_samples:
+            progress.phase(Phase.LOADING, "the model")
+            producer = stack.enter_context(closing(backfill.load_model(progress)))
+            device = producer.describe()
+        for stream in streams:
+            store = backfill.join(stream)
+            if producer is None:
+                finish_addition(stream, store)
+            else:
+                finished = backfill.add_to(stream, store, producer, progress, control)
+            ledgers.append(store.ledger)
+            if not finished:
+                break
+    place = streams[0].folder.url if len(streams) == 1 else root.url
+    return summarize(
+        root,
+        ledgers,
+        progress,
+        stream=f"{place}: {', '.join(backfill.names)}",
+        complete=finished,
+        interrupted=not finished,
+        skipped=0,
+        device=device,
+    )
 
 
 def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
@@ -94,18 +132,16 @@ def finished_streams(spec: BackfillSpec, root: Folder, streams: Sequence[Stream]
     if not chosen:
         which = "" if spec.worker_id is None else f" {spec.worker_id}"
         raise SpecError("--add-taps", expected="a finished dataset", found=f"no stream{which} in {root.url}")
-    expected = expected_streams([stream.record for stream in streams])
-    absent = set(range(expected or 0)) - {stream.number for stream in streams}
+    split = expected_streams([stream.record for stream in streams])
+    absent = set(range(split or 0)) - {stream.number for stream in streams}
     if absent and spec.worker_id is None:
         raise _unfinished(root, f"streams {Ranges.of(absent).text()} were never begun")
     read_ledgers(chosen)
     for stream in chosen:
         ledger = Ledger().plus(stream.commits)
-        samples = stream.record.identity.samples
-        total = ledger.end if samples is None else samples
-        bounds = [count for count in (total, spec.max_samples) if count is not None]
-        if not bounds or Ranges([(0, min(bounds))]) - ledger.done:
-            of = f" of {min(bounds)}" if bounds else ""
+        expected = ledger.expected(stream.record.identity.samples, spec.max_samples)
+        if expected is None or Ranges([(0, expected)]) - ledger.done:
+            of = "" if expected is None else f" of {expected}"
             raise _unfinished(root, f"{len(ledger.done)}{of} samples in stream {stream.number}")
     return chosen
 
@@ -139,35 +175,6 @@ def _taps_exist(taps: set[str], found: str) -> SpecError:
     )
 
 
-def dataset_model(spec: BackfillSpec, run: RunIdentity, root: Folder) -> tuple[ModelFiles, Literal["jax", "torch"]]:
-    """Return the model of the dataset; refuse other weights or another tokenizer."""
-    again = ExtractSpec(
-        model=spec.model or run.model,
-        revision=spec.revision or (run.revision if spec.model is None else None),
-        adapter=run.adapter,
-    )
-    files, backend = find_model(again, run, root.url)
-    use_device(spec.device, backend)
-    refuse_mean_of_ids(run.positions, spec.taps)
-    beyond = [str(tap) for tap in spec.taps if (tap.layer or 0) >= files.config.n_layers]
-    if beyond:
-        raise SpecError(
-            "--add-taps", expected=f"layers 0 to {files.config.n_layers - 1}, as the model has", found=", ".join(beyond)
-        )
-    for what, wanted, found in (
-        ("weights", run.weights, files.weights_hash()),
-        ("tokenizer", run.tokenizer, files.tokenizer_hash() if run.tokenizer != "none" else "none"),
-    ):
-        if found != wanted:
-            raise ModelError(
-                f"{files.name} is not the model of {root.url}",
-                expected=f"{what} {wanted}",
-                found=f"{what} {found}",
-                fix=f"give the model that made it: {run.model}" + (f" at {run.revision}" if run.revision else ""),
-            )
-    return files, backend
-
-
 def add_to_stream(
     stream: Stream,
     store: StreamStore,
@@ -185,9 +192,8 @@ def add_to_stream(
         False if the control stopped it; incomplete shards are dropped.
 
     """
-    sink = _AlignedSink(store, left, after_commit)
-    tasks = shard_tasks(stream, left, sizes, producer.groups, some=store.run.positions != ALL)
-    finished = Pipeline(producer, sink, control, progress, sizes).run(tasks)
+    tasks = shard_tasks(stream, left, replace(sizes, groups=producer.groups))
+    finished = Pipeline(producer, _AlignedSink(store, left, after_commit), control, progress, sizes).run(tasks)
     if finished:
         finish_addition(stream, store)
     return finished
@@ -203,39 +209,24 @@ def finish_addition(stream: Stream, store: StreamStore) -> None:
     store.finish()
 
 
-def shard_tasks(
-    stream: Stream, left: Iterable[ShardRecord], sizes: Sizes, groups: int, *, some: bool
-) -> Iterator[ShardTask]:
-    """Yield a task for each shard that is ``left``, with the same samples in the same order.
-
-    Args:
-        stream: The stream of the dataset.
-        left: Its shards without the added taps.
-        sizes: The limits of a batch.
-        groups: Groups per batch.
-        some: Whether only some tokens have rows (``--positions``).
-
-    """
+def shard_tasks(stream: Stream, left: Iterable[ShardRecord], sizes: Sizes) -> Iterator[ShardTask]:
+    """Yield a task for each shard that is ``left``, with the same samples in the same order."""
     known: list[int] = []
-    sizes = replace(sizes, groups=groups)
     for record in left:
-        samples = _samples(stream.open(record), some)
+        samples = _samples(stream.open(record))
         yield ShardTask(tuple(batches_in_order(samples, sizes, known)), undivided=True)
 
 
-def _samples(shard: ShardReader, some: bool) -> list[Sample]:
+def _samples(shard: ShardReader) -> list[Sample]:
     """Read the samples of a stored shard as they were computed."""
-    every, starts = (
-        shard.read_tensor(name) for name in ((CONTEXT, CONTEXT_OFFSETS) if some else ("tokens", "offsets"))
-    )
+    names = (CONTEXT, CONTEXT_OFFSETS) if CONTEXT in shard.header.places else ("tokens", "offsets")
+    every, starts = map(shard.read_tensor, names)
     found = []
     for place, note in enumerate(shard.notes):
-        rows = slice(*shard.bounds(place))
-        tokens, roles, positions = every[starts[place] : starts[place + 1]], shard.read_tensor("roles")[rows], None
-        if some:
-            positions = shard.read_tensor(POSITIONS)[rows]
-            known, roles = roles, np.zeros(len(tokens), np.uint8)
-            roles[positions] = known
+        start, stop = shard.bounds(place)
+        tokens, positions = every[starts[place] : starts[place + 1]], shard.positions(start, stop)
+        roles = np.zeros(len(tokens), np.uint8)
+        roles[positions] = shard.read_tensor("roles")[start:stop]
         found.append(Sample(**{**known_fields(Sample, note), "tokens": tokens, "roles": roles, "positions": positions}))
     return found
 
@@ -259,34 +250,9 @@ class _AlignedSink(Sink):
         super().commit(record, skipped, end)
 
 
-def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
-    """Compute taps for every row of a finished dataset, and store them next to it, shard for shard."""
-    progress, stop = progress or Progress(), stop or threading.Event()
-    configure_jax(spec.device)
-    progress.phase(Phase.LOOKING, "at the dataset and the model")
-    root = open_folder(spec.root)
-    for warning in preflight(root):
-        progress.log(warning)
-    plan = _plan(spec, root)
-    left = sum(shard.count for stream in plan.streams for shard in _remaining_shards(stream, plan))
-    progress.total_samples = left
-    device, finished = "none: nothing was left to do", True
-    if left:
-        progress.phase(Phase.LOADING, "the model")
-        producer = plan.producer(progress)
-        with closing(producer):
-            device = producer.describe()
-            for stream in plan.streams:
-                finished = finished and _add_to(stream, plan, producer, progress, stop)
-    else:
-        for stream in plan.streams:
-            finish_addition(stream, plan.join(stream))
-    return _summary(plan, progress, interrupted=not finished, device=device)
-
-
 @dataclass(frozen=True)
-class _Plan:
-    """What is added to which streams, and by which model. Nothing is written yet."""
+class _Backfill:
+    """What is added to which streams, and by which model."""
 
     spec: BackfillSpec
     root: Folder
@@ -295,7 +261,6 @@ class _Plan:
     files: ModelFiles
     backend: str
     rows: tuple[TapRows, ...]
-    steering: Steering | None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -324,22 +289,23 @@ class _Plan:
         config = None if self.backend == "torch" else self.files.config
         return choose_sizes(self.extraction, row_bytes(self.rows), config)
 
-    def producer(self, progress: Progress) -> Any:
-        """Load the model onto its devices."""
+    def remaining(self, stream: Stream) -> list[ShardRecord]:
+        """Return the shards of a stream for which these taps are not stored yet."""
+        begun = next((added for added in stream.all_additions if added.taps == self.names), None)
+        return list(stream.shards) if begun is None else begun.remaining(stream.shards)
+
+    def load_model(self, progress: Progress) -> Producer:
         spec, taps = self.extraction, self.spec.taps
         if self.backend == "torch":
             return torch_producer(self.files, taps, spec, self.sizes.batch_tokens, progress)
 
         def prepare(producer: DeviceProducer) -> None:
-            todo = (task for stream in self.streams for task in self.tasks(stream, producer.groups))
-            first = next((task for task in todo if task.batches), None)
-            if first is not None:
-                producer.prepare(first.batches[0])
+            stream = next(stream for stream in self.streams if self.remaining(stream))
+            sizes = replace(self.sizes, groups=producer.groups)
+            producer.prepare(next(shard_tasks(stream, self.remaining(stream), sizes)).batches[0])
 
-        return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare, self.steering)
-
-    def tasks(self, stream: Stream, groups: int) -> Iterator[ShardTask]:
-        return shard_tasks(stream, _remaining_shards(stream, self), self.sizes, groups, some=self.run.positions != ALL)
+        steering = steering_of_run(self.run, self.files.config)
+        return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare, steering)
 
     def join(self, stream: Stream) -> StreamStore:
         """Join the store of the added taps of a stream."""
@@ -349,63 +315,36 @@ class _Plan:
         store.statistics = wants_statistics(self.spec.statistics)
         return store
 
+    def add_to(
+        self, stream: Stream, store: StreamStore, producer: Producer, progress: Progress, control: Control
+    ) -> bool:
+        """Add the taps to one stream. Return False if stopped early."""
+        left = self.remaining(stream)
+        remove_remains(store.folder)
+        progress.phase(Phase.RUNNING)
+        expected = sum(shard.count for shard in left)
+        with StatusFiles(self.extraction, store, progress, pulse=True, expected=expected) as status:
+            finished = add_to_stream(
+                stream, store, left, producer, self.sizes, control=control, progress=progress,
+                after_commit=status.committed,
+            )  # fmt: skip
+            progress.phase(Phase.DONE if finished else Phase.STOPPED)  # for the last heartbeat
+        if finished:
+            write_entry(self.root, stream.number)
+        return finished
 
-def _plan(spec: BackfillSpec, root: Folder) -> _Plan:
-    """Check everything that can be checked before the weights are loaded."""
+
+def _check(spec: BackfillSpec, root: Folder) -> _Backfill:
+    """Check everything that can be checked before the weights are loaded. Nothing is written."""
     run = refuse_other_numbers(spec, root)
     streams = finished_streams(spec, root, open_streams(root, run))
     refuse_taps_there(spec.taps, streams)
-    files, backend = dataset_model(spec, run, root)
+    files, backend = model_of_run(run, root.url, spec.model, spec.revision, tokenizer=True)
+    use_device(spec.device, backend)
+    refuse_mean_of_ids(run.positions, spec.taps)
+    last = files.config.n_layers - 1
+    beyond = [str(tap) for tap in spec.taps if (tap.layer or 0) > last]
+    if beyond:
+        raise SpecError("--add-taps", expected=f"layers 0 to {last}, as the model has", found=", ".join(beyond))
     rows = rows_of(files, spec.taps, run.store_dtype, backend)
-    return _Plan(spec, root, run, streams, files, backend, rows, steering_of_run(run, files.config))
-
-
-def _remaining_shards(stream: Stream, plan: _Plan) -> list[ShardRecord]:
-    """Return the shards of a stream for which these taps are not stored yet."""
-    begun = next((added for added in stream.all_additions if added.taps == plan.names), None)
-    return list(stream.shards) if begun is None else begun.remaining(stream.shards)
-
-
-def _add_to(stream: Stream, plan: _Plan, producer: Any, progress: Progress, stop: threading.Event) -> bool:
-    """Add the taps to one stream. Return False if stopped early."""
-    store, left = plan.join(stream), _remaining_shards(stream, plan)
-    remove_remains(store.folder)
-    expected = sum(shard.count for shard in left)
-    progress.phase(Phase.RUNNING)
-    with StatusFiles(plan.extraction, store, progress, pulse=True, expected=expected) as status:
-        finished = add_to_stream(
-            stream,
-            store,
-            left,
-            producer,
-            plan.sizes,
-            control=Control(stop),
-            progress=progress,
-            after_commit=status.committed,
-        )
-        progress.phase(Phase.DONE if finished else Phase.STOPPED)  # for the last heartbeat
-    if finished:
-        write_entry(plan.root, stream.number)
-    return finished
-
-
-def _summary(plan: _Plan, progress: Progress, *, interrupted: bool, device: str) -> Summary:
-    ledgers = [plan.join(stream).ledger for stream in plan.streams] if not interrupted else []
-    one = plan.streams[0].folder.url if len(plan.streams) == 1 else plan.root.url
-    now = progress.snapshot()
-    return Summary(
-        root=plan.root.url,
-        stream=f"{one}: {', '.join(plan.names)}",
-        complete=not interrupted,
-        interrupted=interrupted,
-        progress=now,
-        samples=sum(ledger.samples for ledger in ledgers) or now.samples_committed,
-        tokens=sum(ledger.tokens for ledger in ledgers) or now.tokens,
-        bytes=sum(ledger.bytes for ledger in ledgers) or now.bytes,
-        shards=sum(ledger.shards for ledger in ledgers) or now.shards_committed,
-        skipped=0,
-        device=device,
-        sink="bucket" if plan.root.local_path is None else "disk",
-        peak_memory=peak_memory(),
-        retries=plan.root.stats.retries,
-    )
+    return _Backfill(spec, root, run, streams, files, backend, rows)

@@ -183,7 +183,7 @@ class DeviceProducer(Producer):
             self._pool = self._compilers.submit(self._reserve, size)
 
     def _reserve(self, size: int) -> None:
-        with self._progress.timeline.span("pinned memory"):
+        with self._progress.span("pinned memory"):
             for device in self.mesh.local_devices:
                 pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
                 try:
@@ -226,7 +226,7 @@ class DeviceProducer(Producer):
 
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
-        with self._progress.timeline.span(f"compile {shape[0]} × {shape[1]}"):
+        with self._progress.span(f"compile {shape[0]} × {shape[1]}"):
             return self._lower(shape).compile(self._options or self._default_options())
 
     def _default_options(self) -> dict[str, str | bool] | None:
@@ -434,13 +434,13 @@ def place_model(
         progress=progress,
         runs=runs,
     )
-    with progress.timeline.span("first samples"):
+    with progress.span("first samples"):
         # Before the weights are read: their transfers hold the interpreter lock, which tokenizing needs.
         prepare(producer)
     if spec.positions == ALL:
         producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
     try:
-        with progress.timeline.span("weights"):
+        with progress.span("weights"):
             weights = load(files, dtype, layers, place, head=head, runs=runs)
             producer.params = replace(weights, steering=steering)
     except BaseException:

@@ -45,7 +45,7 @@ from spile.worker.infer import answer_producer, check_generation, write_answers
 from spile.worker.pipeline import run_pipeline
 from spile.worker.pod.pod import WorkerGroup, check_same_command
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, with_positions
-from spile.worker.progress import HangWatch, Progress, StatusFiles, Summary, peak_memory, write_checkpoint_file
+from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watching_for_hangs, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
 from spile.worker.torch_producers import torch_producer
@@ -84,7 +84,7 @@ def run_stream(
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check(spec, progress, hosts)
-    run = resolve(spec, progress.timeline)
+    run = resolve(spec, progress)
     if run.spec.data.max_seq_length != spec.data.max_seq_length:
         progress.log(f"--max-seq-length {run.spec.data.max_seq_length}: {spec.model} has no positions beyond")
     start_over = hosts.first and _starts_over(run)
@@ -192,7 +192,7 @@ class StreamWork:
 
         """
         self._resume()
-        with HangWatch(self._progress, self._hung) if not self._hosts.name else nullcontext():
+        with watching_for_hangs(self._progress, self._hung) if not self._hosts.name else nullcontext():
             while (step := self._agree_on_step()).kind != "done":
                 if step.kind == "quarantine":
                     self._quarantine(next(iter(step.samples)))
@@ -369,22 +369,16 @@ def _finish(
     hosts.barrier("complete")
     stream = stream if hosts.first else join(run)
     ledger = stream.ledger
-    return Summary(
-        root=run.root.url,
+    return summarize(
+        run.root,
+        [ledger],
+        progress,
         stream=stream.folder.url,
         complete=not _has_work(run, stream),
         interrupted=not finished,
-        progress=progress.snapshot(),
-        samples=ledger.samples,
-        tokens=ledger.tokens,
-        bytes=ledger.bytes,
-        shards=ledger.shards,
         skipped=ledger.skipped,
         quarantined=ledger.quarantined,
         device=device,
-        sink="bucket" if run.root.local_path is None else "disk",
-        peak_memory=peak_memory(),
-        retries=run.root.stats.retries,
     )
 
 

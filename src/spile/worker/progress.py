@@ -9,36 +9,29 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from spile.errors import Interrupted, SpileError
-from spile.objects import open_folder
+from spile.objects import Folder, open_folder
 from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import BAD_ROW, Skip
 from spile.store.heartbeat import Heartbeat, Reading
+from spile.store.ledger import Ledger
 from spile.store.stream import StreamStore
 
 _BAD_ROWS = 3
 """The number of bad rows that the summary describes."""
-
-
-@dataclass(frozen=True)
-class TimelineSpan:
-    """A named piece of work, in seconds since the origin of the timeline."""
-
-    name: str
-    began: float
-    ended: float
-
-    def __str__(self) -> str:
-        return f"{self.began:6.2f} to {self.ended:6.2f} s  {self.name}"
+_RECENT = 20.0
+"""Seconds over which the displayed rate is measured."""
+STAGES = ("tokenizer", "model", "host copy", "sink")
+"""The stages of the pipeline. The busiest one limits the run."""
 
 
 def _age() -> float:
@@ -49,44 +42,6 @@ def _age() -> float:
     except OSError:
         return 0.0
     return max(0.0, up - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-
-
-@dataclass
-class Timeline:
-    """Spans of work since a command was started, added by any thread as they end."""
-
-    origin: float = field(default_factory=time.perf_counter)
-    """On the clock of ``time.perf_counter``."""
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spans: list[TimelineSpan] = []
-
-    @classmethod
-    def of_process(cls) -> Timeline:
-        """Return a timeline that begins when this process was started; its first span is what came before this call."""
-        made = cls(time.perf_counter() - _age())
-        made.add("interpreter and imports", 0.0, _age())
-        return made
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Record the work inside the context as a span."""
-        began = time.perf_counter() - self.origin
-        try:
-            yield
-        finally:
-            self.add(name, began, time.perf_counter() - self.origin)
-
-    def add(self, name: str, began: float, ended: float) -> None:
-        """Add a span."""
-        with self._lock:
-            self._spans.append(TimelineSpan(name, began, ended))
-
-    def spans(self) -> list[TimelineSpan]:
-        """Return all ended spans, ordered by their begin."""
-        with self._lock:
-            return sorted(self._spans, key=lambda span: (span.began, span.ended))
 
 
 def peak_memory() -> int:
@@ -152,11 +107,20 @@ class Summary:
         return f"{stage}, {amount(self.progress.tokens / busy)} tokens/s"
 
 
-_RECENT = 20.0
-"""Seconds over which the displayed rate is measured."""
-
-STAGES = ("tokenizer", "model", "host copy", "sink")
-"""The stages of the pipeline. The busiest one limits the run."""
+def summarize(root: Folder, ledgers: Sequence[Ledger], progress: Progress, **facts: Any) -> Summary:
+    """Return the summary of a run into ``root``; ``ledgers`` are those of its streams."""
+    return Summary(
+        root=root.url,
+        progress=progress.snapshot(),
+        samples=sum(ledger.samples for ledger in ledgers),
+        tokens=sum(ledger.tokens for ledger in ledgers),
+        bytes=sum(ledger.bytes for ledger in ledgers),
+        shards=sum(ledger.shards for ledger in ledgers),
+        sink="bucket" if root.local_path is None else "disk",
+        peak_memory=peak_memory(),
+        retries=root.stats.retries,
+        **facts,
+    )
 
 
 @dataclass(frozen=True)
@@ -174,39 +138,39 @@ class WallTime:
 
     @property
     def total(self) -> float:
-        """All seconds."""
         return self.start + self.compile + self.run + self.end
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProgressSnapshot:
     """The counters at one moment."""
 
-    phase: Phase
-    detail: str
+    phase: Phase = Phase.STARTING
+    detail: str = ""
     """More about the phase: ``the model``, ``for 8 × 512 tokens``."""
-    samples: int
-    tokens: int
-    bytes: int
-    shards_written: int
-    shards_committed: int
-    samples_committed: int
-    computed_tokens: int
-    skipped: dict[str, int]
-    truncated: int
-    compile_seconds: float
-    shapes: int
-    seconds: float
-    """Seconds since the first batch was started."""
-    busy: dict[str, float]
-    """Seconds each stage was busy."""
-    wall: WallTime
+    samples: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    shards_written: int = 0
+    shards_committed: int = 0
+    samples_committed: int = 0
+    computed_tokens: int = 0
     generated_tokens: int = 0
     """Tokens of answers (``infer``)."""
-    recent_tokens_per_second: float = 0.0
-    """Tokens per second of the last seconds: what a display shows."""
+    truncated: int = 0
+    shapes: int = 0
+    """Programs that were waited for."""
+    compile_seconds: float = 0.0
+    skipped: dict[str, int] = field(default_factory=dict)
     bad_rows: tuple[str, ...] = ()
     """Why the first bad rows were skipped."""
+    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    """Seconds each stage was busy."""
+    seconds: float = 0.0
+    """Seconds since the first batch was started."""
+    wall: WallTime = field(default_factory=WallTime)
+    recent_tokens_per_second: float = 0.0
+    """Tokens per second of the last seconds: what a display shows."""
 
     @property
     def doing(self) -> str:
@@ -243,39 +207,47 @@ class Progress:
     """Prints a line for the user."""
     log_detail: Callable[[str], None] = field(default=lambda _line: None)
     """Prints a line that is shown only with ``--verbose``: each commit."""
-    timeline: Timeline = field(default_factory=Timeline)
+    spans: list[tuple[float, float, str]] = field(default_factory=list)
+    """The timeline: begin, end and name of each piece of work of the start, in seconds since the command began."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._phase, self._detail = Phase.STARTING, ""
-        self._counts = dict.fromkeys(
-            ("samples", "tokens", "bytes", "shards_written", "shards_committed", "samples_committed",
-             "computed_tokens", "generated_tokens", "truncated", "shapes"), 0,
-        )  # fmt: skip
-        self._skipped: dict[str, int] = {}
-        self._bad_rows: list[str] = []
-        self._busy = dict.fromkeys(STAGES, 0.0)
-        self._compile = 0.0
+        self._origin = self.clock()
+        self._counts = ProgressSnapshot()
         self._started: float | None = None
         self._written: float | None = None
-        self._recent: deque[tuple[float, int]] = deque()
-        """(time, tokens) of the last seconds."""
+        self._recent: deque[tuple[float, int]] = deque(maxlen=4096)
+        """(time, tokens) of the last batches."""
         self._waits: dict[object, float] = {}
         self._longest_wait: float | None = None
+
+    @classmethod
+    def of_process(cls, **options: Any) -> Progress:
+        """Return counters whose time begins when this process was started."""
+        made, age = cls(**options), _age()
+        made._origin -= age
+        made.spans.append((0.0, age, "interpreter and imports"))
+        return made
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the work inside the context in the timeline. Any thread may do this."""
+        began = self.clock() - self._origin
+        try:
+            yield
+        finally:
+            self.spans.append((began, self.clock() - self._origin, name))
 
     @contextmanager
     def also_logged_to(self, listener: Callable[[str], None]) -> Iterator[None]:
         """Also pass all lines to ``listener`` while the context is open."""
-        before = self.log, self.log_detail
+        before = log, log_detail = self.log, self.log_detail
 
-        def both(first: Callable[[str], None]) -> Callable[[str], None]:
-            def log(line: str) -> None:
-                first(line)
-                listener(line)
+        def both(line: str, first: Callable[[str], None] = log) -> None:
+            first(line)
+            listener(line)
 
-            return log
-
-        self.log, self.log_detail = both(self.log), both(self.log_detail)
+        self.log, self.log_detail = both, lambda line: both(line, log_detail)
         try:
             yield
         finally:
@@ -284,7 +256,7 @@ class Progress:
     def phase(self, phase: Phase, detail: str = "") -> None:
         """Set the current phase."""
         with self._lock:
-            self._phase, self._detail = phase, detail
+            self._counts.phase, self._counts.detail = phase, detail
 
     def start(self) -> None:
         """Record that the first batch starts now."""
@@ -295,28 +267,29 @@ class Progress:
         """Add to counters, by name."""
         with self._lock:
             for name, count in counts.items():
-                self._counts[name] += count
+                setattr(self._counts, name, getattr(self._counts, name) + count)
             if counts.get("tokens"):
                 self._written = self.clock()
-                self._remember(self._written)
+                self._recent.append((self._written, self._counts.tokens))
 
     def skip(self, skip: Skip) -> None:
         """Count a skipped sample, and remember the first bad rows."""
         with self._lock:
-            self._skipped[skip.reason] = self._skipped.get(skip.reason, 0) + 1
-            if skip.reason == BAD_ROW and len(self._bad_rows) < _BAD_ROWS:
-                self._bad_rows.append(str(skip.detail.get("error", skip.task_id)))
+            counts = self._counts
+            counts.skipped[skip.reason] = counts.skipped.get(skip.reason, 0) + 1
+            if skip.reason == BAD_ROW and len(counts.bad_rows) < _BAD_ROWS:
+                counts.bad_rows += (str(skip.detail.get("error", skip.task_id)),)
 
     def compiled(self, seconds: float) -> None:
         """Count a program that was waited for."""
         with self._lock:
-            self._compile += seconds
-            self._counts["shapes"] += 1
+            self._counts.compile_seconds += seconds
+            self._counts.shapes += 1
 
     def busy_for(self, stage: str, seconds: float) -> None:
         """Add to the time that a stage worked."""
         with self._lock:
-            self._busy[stage] += seconds
+            self._counts.busy[stage] += seconds
 
     @contextmanager
     def busy(self, stage: str, threads: int = 1) -> Iterator[None]:
@@ -329,7 +302,7 @@ class Progress:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Mark a wait for the device, and for nothing else, so that :class:`HangWatch` sees if it never ends."""
+        """Mark a wait for the device and for nothing else: :func:`watching_for_hangs` sees if it never ends."""
         wait = object()
         with self._lock:
             self._waits[wait] = self.clock()
@@ -347,34 +320,27 @@ class Progress:
     def snapshot(self) -> ProgressSnapshot:
         """Return a consistent copy of the counters."""
         with self._lock:
-            now = self.clock()
-            seconds = now - self._started if self._started is not None else 0.0
-            return ProgressSnapshot(
-                phase=self._phase, detail=self._detail, skipped=dict(self._skipped), bad_rows=tuple(self._bad_rows),
-                compile_seconds=self._compile, seconds=seconds, busy=dict(self._busy), wall=self._wall(now),
-                recent_tokens_per_second=self._recent_rate(now), **self._counts,
-            )  # fmt: skip
-
-    def _remember(self, now: float) -> None:
-        if not self._recent or now - self._recent[-1][0] >= _RECENT / 64:
-            self._recent.append((now, self._counts["tokens"]))
-        while now - self._recent[0][0] > _RECENT:
-            self._recent.popleft()
+            now, compiling = self.clock(), self._counts.compile_seconds
+            first = now if self._started is None else self._started
+            last = now if self._written is None else self._written
+            return replace(
+                self._counts,
+                skipped=dict(self._counts.skipped),
+                busy=dict(self._counts.busy),
+                seconds=now - first,
+                wall=WallTime(first - self._origin, compiling, last - first - compiling, now - last),
+                recent_tokens_per_second=self._recent_rate(now),
+            )
 
     def _recent_rate(self, now: float) -> float:
         """Return the rate of the last seconds, or since the first batch if the run is younger."""
         if self._started is None:
             return 0.0
-        since, tokens = self._started + self._compile, 0
+        since, tokens = self._started + self._counts.compile_seconds, 0
         if now - since > _RECENT:
-            known = [point for point in self._recent if now - point[0] <= _RECENT]
-            since, tokens = known[0] if known else (now - _RECENT, self._counts["tokens"])
-        return (self._counts["tokens"] - tokens) / (now - since) if now > since else 0.0
-
-    def _wall(self, now: float) -> WallTime:
-        first = self._started if self._started is not None else now
-        last = self._written if self._written is not None else now
-        return WallTime(first - self.timeline.origin, self._compile, last - first - self._compile, now - last)
+            known = (point for point in self._recent if now - point[0] <= _RECENT)
+            since, tokens = next(known, (now - _RECENT, self._counts.tokens))
+        return (self._counts.tokens - tokens) / (now - since) if now > since else 0.0
 
 
 _HANG_TICK = 5.0
@@ -383,39 +349,30 @@ _HANG_LEAST, _HANG_FIRST, _HANG_BATCHES = 600.0, 3600.0, 30
 the third says; before any wait has ended, the second."""
 
 
-class HangWatch:
-    """A thread that ends the worker if the device does not finish a batch.
+@contextmanager
+def watching_for_hangs(progress: Progress, hung: Callable[[float], None]) -> Iterator[None]:
+    """Call ``hung`` once, with the seconds of the wait, if the device does not finish a batch.
 
     Only time that the worker spends waiting for the device counts: not compiling, tokenizing, writing or uploading.
-    It is counted in ticks of this thread, so a process that was suspended, or has no processor, gets more time.
-
-    Args:
-        progress: Knows the waits.
-        hung: Called with the seconds of the wait, once.
-
+    It is counted in ticks of a thread, so a process that was suspended, or has no processor, gets more time.
     """
+    over = threading.Event()
 
-    def __init__(self, progress: Progress, hung: Callable[[float], None]) -> None:
-        self._progress, self._hung = progress, hung
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
-
-    def __enter__(self) -> HangWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
+    def watch() -> None:
         ages: dict[object, float] = {}
-        while not self._over.wait(_HANG_TICK):
-            waits, longest = self._progress.device_waits()
+        while not over.wait(_HANG_TICK):
+            waits, longest = progress.device_waits()
             ages = {wait: ages.get(wait, 0.0) + _HANG_TICK for wait in waits}
             oldest = max(ages.values(), default=0.0)
             if oldest > hang_limit(longest):
-                self._hung(oldest)
+                hung(oldest)
                 return
+
+    threading.Thread(target=watch, name="hang-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def hang_limit(longest: float | None) -> float:
@@ -427,36 +384,38 @@ _READ = ("phase", "samples", "samples_committed", "tokens", "shards_written", "s
 """What a heartbeat has of the counters."""
 
 
-class StatusFiles:
-    """The heartbeat and ``--checkpoint-dir`` files of a run."""
+class StatusFiles(ExitStack):
+    """The heartbeat and ``--checkpoint-dir`` files of a run, while the context is open.
+
+    Args:
+        spec: The run spec.
+        stream: The stream that they describe.
+        progress: The counters.
+        pulse: Whether this process writes them; on a pod, only process 0 has the whole ledger.
+        expected: The number of samples that the stream must hold, if it is known.
+
+    """
 
     def __init__(
         self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
     ) -> None:
-        self._spec, self._stream, self.progress = spec, stream, progress
-        self.expected = expected
-        """The number of samples that the stream must hold, if it is known."""
+        super().__init__()
+        self._spec, self._stream, self.progress, self.expected = spec, stream, progress, expected
         self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if pulse else None
         self._deleted = 0
-        self._stack = ExitStack()
 
     def __enter__(self) -> StatusFiles:
         if self._heart is not None:
-            self._stack.enter_context(self._heart)
-            self._stack.enter_context(self.progress.also_logged_to(self._heart.note))
+            self.enter_context(self._heart)
+            self.enter_context(self.progress.also_logged_to(self._heart.note))
             # Now, so that a folder that cannot be written to is reported before hours of work.
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
-
     def committed(self) -> None:
         """Update the files; called after each commit."""
         self._delete_local_copies()
-        if self._heart is not None:  # on a pod, only process 0 has the whole ledger
+        if self._heart is not None:
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
             self.progress.log_detail(

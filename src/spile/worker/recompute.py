@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import DataError, ModelError
+from spile.errors import DataError
 from spile.models.attention import choose
 from spile.models.decoder import head_needed, layers_needed
 from spile.models.model_files import ModelFiles
@@ -24,7 +24,6 @@ from spile.objects import open_folder
 from spile.objects.folder import iterate_ahead
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL, MEAN
-from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.recomputation import Recompute, StoredRows, distances
@@ -33,7 +32,7 @@ from spile.worker.batches import Batch, Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
 from spile.worker.mesh import make_mesh, plan_mesh
 from spile.worker.producer import Producer
-from spile.worker.resolve import find_model, steering_of_run
+from spile.worker.resolve import model_of_run, steering_of_run
 from spile.worker.torch_backend import load_model, place_replicas, torch_devices
 from spile.worker.torch_producers import TorchProducer
 
@@ -57,13 +56,7 @@ def recomputer(root: str) -> Recompute:
     if run.generation is not None and run.generation.capture == "answer" and run.positions == ALL:
         raise DataError(f"{root} cannot be recomputed", expected="prompts and answers", found="only answers")
     configure_jax()
-    again = ExtractSpec(model=run.model, revision=run.revision, adapter=run.adapter)
-    files, backend = find_model(again, run, root)
-    found = files.weights_hash()
-    if found != run.weights:
-        raise ModelError(
-            f"{run.model} is not the model of this run", expected=f"weights {run.weights}", found=f"weights {found}"
-        )
+    files, backend = model_of_run(run, root)
     return Recomputer(files, run, backend)
 
 

@@ -47,7 +47,7 @@ from spile.store.stream import join_run, read_run, read_stream
 from spile.worker.batches import Sizes
 from spile.worker.mesh import select_device
 from spile.worker.producer import check_tokens, refuse_no_answers
-from spile.worker.progress import Timeline
+from spile.worker.progress import Progress
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_backend import (
     learned_positions,
@@ -138,6 +138,26 @@ def find_model(
     if spec.generation is not None:
         refuse_no_generation(files)
     return replace(files, adapter=adapter), "torch"
+
+
+def model_of_run(
+    run: RunIdentity, url: str, model: str | None = None, revision: str | None = None, *, tokenizer: bool = False
+) -> tuple[model_files.ModelFiles, Literal["jax", "torch"]]:
+    """Find the model of a stored run, or the same model elsewhere; refuse other weights, or another tokenizer."""
+    revision = revision or (run.revision if model is None else None)
+    files, backend = find_model(ExtractSpec(model=model or run.model, revision=revision, adapter=run.adapter), run, url)
+    found = {"weights": files.weights_hash()}
+    if tokenizer and run.tokenizer != "none":
+        found["tokenizer"] = files.tokenizer_hash()
+    for what, digest in found.items():
+        if digest != getattr(run, what):
+            raise ModelError(
+                f"{files.name} is not the model of {url}",
+                expected=f"{what} {getattr(run, what)}",
+                found=f"{what} {digest}",
+                fix=f"give the model that made it: {run.model}" + (f" at {run.revision}" if run.revision else ""),
+            )
+    return files, backend
 
 
 def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
@@ -313,16 +333,16 @@ class ResolvedRun:
         return ledger.expected(self.stream_identity.samples, self.spec.data.max_samples, self.token_limit)
 
 
-def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
+def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
     """Find and check everything that a spec names, as far as possible before the weights are loaded.
 
     The devices are initialised and the weights are hashed while the tokenizer and the data are read.
     """
-    timeline = timeline or Timeline()
+    progress = progress or Progress()
     spec = replace(spec, data=stored_tokens(spec.data))
-    with timeline.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
+    with progress.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         auto = spec.device == "auto"
-        devices = threads.submit(_timed, timeline, "devices", partial(select_device, "auto")) if auto else None
+        devices = threads.submit(_timed, progress, "devices", partial(select_device, "auto")) if auto else None
         home = open_folder(spec.output)
         root = home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
         known = read_run(root)
@@ -334,15 +354,15 @@ def resolve(spec: ExtractSpec, timeline: Timeline | None = None) -> ResolvedRun:
         spec = replace(spec, backend=backend, stream_names=names)  # type: ignore[arg-type]
         positions = files.config.learned_positions if backend == "jax" else learned_positions(files)
         spec = _within_positions(spec, positions)
-        weights = threads.submit(_timed, timeline, "the weights' checksum", files.weights_hash)
+        weights = threads.submit(_timed, progress, "the weights' checksum", files.weights_hash)
         return _resolve(spec, root, known, files, platform, weights)
 
 
 T = TypeVar("T")
 
 
-def _timed(timeline: Timeline, name: str, work: Callable[[], T]) -> T:
-    with timeline.span(name):
+def _timed(progress: Progress, name: str, work: Callable[[], T]) -> T:
+    with progress.span(name):
         return work()
 
 

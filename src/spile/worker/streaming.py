@@ -466,7 +466,7 @@ class ActivationStream(ShuffledReaders):
             nowhere = Path(tempfile.gettempdir()) / f"spile-stream-{secrets.token_hex(8)}"
             self._spec = replace(spec, output=str(nowhere))
         configure_jax()
-        self.run: ResolvedRun = resolve(self._spec, self._progress.timeline)
+        self.run: ResolvedRun = resolve(self._spec, self._progress)
         self._producer: Producer | None = None
         self._lock = threading.Lock()
         self._current: tuple[Feed, threading.Event, threading.Thread] | None = None

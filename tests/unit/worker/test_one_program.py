@@ -9,7 +9,7 @@ import pytest
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import run_stream
-from spile.worker.progress import Progress, Timeline
+from spile.worker.progress import Progress
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def test_one_or_two_programs_are_compiled_and_the_wall_time_is_shown(
     spec = ExtractSpec(
         model="embedded", data=DataSpec(dataset="embedded", max_samples=14), output=str(tmp_path), layers=(0,)
     )
-    progress = Progress(timeline=Timeline.of_process())
+    progress = Progress.of_process()
     visit = run_stream(spec, progress=progress).progress
     assert 1 <= len(compiled) <= 2
     assert compiled[0] == (1, 4096, 4096)  # Without --positions, every row of the batch is stored.
     assert visit.shapes == len(compiled)
-    names = {span.name.split(" ")[0] for span in progress.timeline.spans()}
+    names = {name.split(" ")[0] for _, _, name in progress.spans}
     assert {"interpreter", "devices", "weights", "compile"} <= names
     assert min(visit.wall.start, visit.wall.run) > 0
     assert visit.wall.total == pytest.approx(visit.wall.start + visit.seconds)

@@ -29,7 +29,7 @@ from spile.worker.device import DeviceProducer
 from spile.worker.extract import StreamWork, run_stream
 from spile.worker.pod.pod import WorkerGroup
 from spile.worker.producer import OutOfDeviceMemory
-from spile.worker.progress import HangWatch, Progress, hang_limit
+from spile.worker.progress import Progress, hang_limit, watching_for_hangs
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
 COUNT = 150
@@ -252,7 +252,7 @@ def test_only_waits_for_the_device_are_watched(monkeypatch: pytest.MonkeyPatch) 
         seen.append(seconds)
         hung.set()
 
-    with HangWatch(progress, heard):
+    with watching_for_hangs(progress, heard):
         assert not hung.wait(0.3), "compiling, tokenizing or uploading, for as long as it takes"
         with progress.computing():
             assert hung.wait(30)
