@@ -12,7 +12,7 @@ __all__ = ["HeldCommits"]
 
 _PATCH = """
 import pathlib, sys, time
-if "extract" in sys.orig_argv:
+if {{"extract", "worker"}} & set(sys.orig_argv):
     from spile.store.stream import StreamStore
     real, released = StreamStore.commit, pathlib.Path({released!r})
     def commit(self, *args, **options):

@@ -115,7 +115,7 @@ def test_a_sample_that_ends_its_workers_is_quarantined_and_the_rest_completes(
     run = start(tmp_path, *words, environment={**os.environ, "PYTHONPATH": path, "POISON": f"double-small:{how}"})
     code, out = finish(run, 540)
     assert code == 0, out
-    assert re.search(rf"quarantined  in tpu_\d: double-small \({CAUSES[how]}\)", out), out
+    assert re.search(rf"quarantined  in stream_\d: double-small \({CAUSES[how]}\)", out), out
     report = verify(open_folder(str(tmp_path / "out")))
     assert report.ok, [problem.line() for problem in report.all_problems]
     assert [skip.task_id for skip in report.quarantined] == ["double-small"]
