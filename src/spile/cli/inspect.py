@@ -16,7 +16,14 @@ from spile.data.arc.answers import Score
 from spile.errors import Failure, SpecError, UserError, untrusted
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.inspection import commit_sizes, known_stats, merged_parts, part_statistics
+from spile.reading.inspection import (
+    NORMS,
+    commit_sizes,
+    known_stats,
+    merged_parts,
+    norm_lines,
+    part_statistics,
+)
 from spile.reading.scoring import score_run
 from spile.spec.amounts import counted, size
 from spile.store.parts import DatasetPart, RunParts
@@ -92,14 +99,10 @@ def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
         f"{size(facts['bytes'])} in {counted(facts['shards'], 'shard')} of {counted(facts['streams'], 'stream')}"
     )
     table = Table(box=ROUNDED)
-    for name in ("tap", "median norm", "99 %", "largest", "sinks"):
+    for name in NORMS:
         table.add_column(name, justify="left" if name == "tap" else "right")
-    for tap, each in found.items():
-        cells = ["–"] * 4
-        if each is not None and each.top:
-            norms = (each.norm_quantile(0.5), each.norm_quantile(0.99), each.top[0].norm)
-            cells = [*(f"{norm:.4g}" for norm in norms), f"{each.sinks:,}"]
-        table.add_row(tap, *cells)
+    for row in norm_lines(found):
+        table.add_row(*row)
     console.print(table)
     if any(each is None for each in found.values()):
         console.print("–: no statistics were taken while extracting; --stats reads the rows for them")

@@ -105,13 +105,15 @@ def sampled_statistics(batch: RowBatch, tap: str) -> TapStatistics:
 NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
 
 
-def norm_lines(stats: Mapping[str, TapStatistics]) -> list[list[str]]:
+def norm_lines(stats: Mapping[str, TapStatistics | None]) -> list[list[str]]:
     """Return the table of norms: a row for each tap."""
     found = []
     for tap, known in stats.items():
-        cells = [f"{known.norm_quantile(part):.4g}" for part in (0.5, 0.99)] if known.count else ["–", "–"]
-        largest = f"{known.top[0].norm:.4g}" if known.top else "–"
-        found.append([tap, f"{known.count:,}", *cells, largest, f"{known.sinks:,}"])
+        cells = ["–"] * 5
+        if known is not None and known.top:
+            norms = (known.norm_quantile(0.5), known.norm_quantile(0.99), known.top[0].norm)
+            cells = [f"{known.count:,}", *(f"{norm:.4g}" for norm in norms), f"{known.sinks:,}"]
+        found.append([tap, *cells])
     return found
 
 
