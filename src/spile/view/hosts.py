@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,21 +32,22 @@ class Logs:
     def __init__(
         self, hosts: Sequence[Host], folder: Path | None, console: Console | None, *, bare: bool = False
     ) -> None:
-        self.folder = folder
-        self._console, self._bare = console, bare
-        self._width = max((len(host.label) for host in hosts), default=0)
-        self._styles = {host: COLOURS[number % len(COLOURS)] for number, host in enumerate(hosts)}
+        self.folder, self._console = folder, console
         self._rest = dict.fromkeys(hosts, b"")
         self._files: dict[Host, BinaryIO] = {}
-        self._prefixes: dict[Host, str] = {}
+        width = max((len(host.label) for host in hosts), default=0)
+        # Rich is slow for single lines, so it renders each prefix once, and of the lines only those with control codes.
+        self._prefixes = {
+            host: "" if bare else self._render(Text(f"{host.label:<{width}} │ ", style=colour))
+            for host, colour in zip(hosts, cycle(COLOURS), strict=False)
+        }
 
     def open(self) -> None:
         """Create the file of every host. It is called after all hosts were reached."""
         if self.folder is not None and not self._files:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._files = {
-                host: (self.folder / f"{host.file_name}.log").open("wb", buffering=0) for host in self._styles
-            }
+            for host in self._rest:
+                self._files[host] = (self.folder / f"{host.file_name}.log").open("wb", buffering=0)
 
     def path(self, host: Host) -> Path | None:
         """Return the file of a host."""
@@ -81,14 +82,9 @@ class Logs:
         self.close()
 
     def _print(self, host: Host, lines: Sequence[bytes]) -> None:
-        if self._console is None or not lines:
-            return
-        prefix = self._prefixes.setdefault(host, self._render(self._prefix(host)))
-        self._console.file.write("".join(f"{prefix}{self._plain(line)}\n" for line in lines))
-        self._console.file.flush()
-
-    def _prefix(self, host: Host) -> Text:
-        return Text("" if self._bare else f"{host.label:<{self._width}} │ ", style=self._styles[host])
+        if self._console is not None and lines:
+            self._console.file.write("".join(f"{self._prefixes[host]}{self._plain(line)}\n" for line in lines))
+            self._console.file.flush()
 
     def _plain(self, line: bytes) -> str:
         """Return a line that is safe to print: colours stay, codes that move the cursor are removed."""
@@ -97,8 +93,8 @@ class Logs:
         return self._render(Text.from_ansi(text)) if _CONTROL.search(text) else text
 
     def _render(self, text: Text) -> str:
-        # Rich is slow for single lines, so it renders each prefix once, and of the lines only those with control codes.
-        assert self._console is not None  # noqa: S101
+        if self._console is None:
+            return text.plain
         with self._console.capture() as drawn:
             self._console.print(text, end="", soft_wrap=True)
         return drawn.get()
