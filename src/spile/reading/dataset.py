@@ -151,13 +151,9 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
     def labels(
         self, name: str, *, positions: Where = "last", include: int | None = None, exclude: int | None = None
     ) -> npt.NDArray[Any]:
-        """Return a field of the data that was kept with each sample, aligned with :meth:`numpy`.
+        """Return a field of the data that was kept with each sample, aligned with :meth:`numpy` of the same arguments.
 
-        Args:
-            name: The field.
-            positions: As for :meth:`numpy`: with ``all`` or ``first:8``, the value of each row's sample.
-            include: As for :meth:`numpy`.
-            exclude: As for :meth:`numpy`.
+        If a sample has several rows there, the value is repeated.
         """
         return sample_labels(self, name, RowChoice(positions, include, exclude))
 

@@ -34,23 +34,26 @@ _READS = 32  # concurrent reads of a few rows: a bucket answers each after tens 
 _Array = npt.NDArray[Any]
 
 
+_WHOLE = DatasetPart((0, 0), (1 << 62, 0))
+
+
 def tap_statistics(
-    dataset: Dataset, tap: str, streams: Iterable[int] | None = None, part: DatasetPart | None = None
+    dataset: Dataset, tap: str, streams: Iterable[int] | None = None, part: DatasetPart = _WHOLE
 ) -> TapStatistics:
     """Return the statistics of a tap: from the commits if they have them, otherwise from the rows."""
-    chosen = dataset.streams_with((tap,), streams)
-    read_ledgers(stream for stream in chosen if part is None or part.has_stream(stream.number))
-    shards = [(stream, record) for stream in chosen for record in _shards_of(stream, part)]
+    chosen = [stream for stream in dataset.streams_with((tap,), streams) if part.has_stream(stream.number)]
+    read_ledgers(chosen)
+    shards = []
+    for stream in chosen:
+        numbers = [commit.number for commit in stream.commits for _ in commit.shards]
+        pairs = zip(stream.shards, numbers, strict=True)
+        shards += [(stream, shard) for shard, number in pairs if part.has_commit(stream.number, number)]
+    return _merged_statistics(shards, tap)
+
+
+def _merged_statistics(shards: Iterable[tuple[Stream, ShardRecord]], tap: str) -> TapStatistics:
     calls = (partial(_shard_statistics, stream, record, tap) for stream, record in shards)
     return TapStatistics.merged(read_ahead(calls, _THREADS))
-
-
-def _shards_of(stream: Stream, part: DatasetPart | None) -> Iterable[ShardRecord]:
-    if part is not None and not part.has_stream(stream.number):
-        return ()
-    numbers = (commit.number for commit in stream.commits for _ in commit.shards)
-    pairs = zip(stream.shards, numbers, strict=True)
-    return (shard for shard, number in pairs if part is None or part.has_commit(stream.number, number))
 
 
 def commit_sizes(dataset: Dataset) -> dict[int, dict[int, int]]:
@@ -158,8 +161,7 @@ def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
 def dimension_stats(dataset: Dataset, tap: str, shards: int = 8) -> TapStatistics:
     """Return the statistics of a tap, with sums, of a few shards that are spread over the dataset."""
     found = [(stream, record) for stream in dataset.streams_with((tap,), None) for record in stream.shards]
-    calls = (partial(_shard_statistics, *found[number], tap) for number in spread(len(found), shards))
-    return TapStatistics.merged(read_ahead(calls, _THREADS))
+    return _merged_statistics((found[number] for number in spread(len(found), shards)), tap)
 
 
 def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, seed: int = 0) -> RowBatch:
