@@ -54,7 +54,6 @@ PromptVersion = Literal[
     "output-from-examples-v0", "output-from-examples-v1", "input-from-inputs-v0", "output-from-outputs-v0"
 ]
 """The ARC prompts; ``docs/prompts.md`` shows their texts."""
-PROMPT_VERSIONS = get_args(PromptVersion)
 LongPolicy = Literal["auto", "truncate", "skip"]
 BadRows = Literal["error", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
@@ -485,11 +484,6 @@ class RunSpec:
             if value is not None:
                 lines.append(f"{name} = {toml(value)}")
         return "\n".join(lines) + "\n"
-
-    @classmethod
-    def from_toml(cls, text: str, source: str = "the run spec") -> RunSpec:
-        """Return the spec that :meth:`to_toml` wrote."""
-        return cls.from_json(text, source)
 
 
 ExtractSpec = RunSpec

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -13,7 +14,7 @@ from spile.data.arc.grids import Pair, Task
 from spile.data.arc.prompts import VERSIONS, arc_messages
 from spile.data.lines import embedded_tasks
 from spile.data.prompts import Drafter
-from spile.spec.run import PROMPT_VERSIONS, PromptSpec
+from spile.spec.run import PromptSpec, PromptVersion
 from spile.spec.sample import Role
 
 DOCS = (Path(__file__).parents[3] / "docs" / "prompts.md").read_text()
@@ -45,11 +46,11 @@ def test_a_held_back_output_never_enters_a_prompt() -> None:
 
 
 def test_the_page_holds_every_version_encoder_sentence_and_role() -> None:
-    for name in (*PROMPT_VERSIONS, *ENCODERS):
+    for name in (*get_args(PromptVersion), *ENCODERS):
         assert f"`{name}" in DOCS
     for sentence in (prompts._SYSTEM, prompts._OUTPUT_V0, prompts._OUTPUT_V1, prompts._INPUTS, prompts._OUTPUTS):
         assert re.search(rf"^[SABCD]  {re.escape(sentence)}$", DOCS, re.MULTILINE)
-    assert tuple(VERSIONS) == PROMPT_VERSIONS
+    assert tuple(VERSIONS) == get_args(PromptVersion)
     for role in Role:
         label = role.name if role is Role.BOS else str(role.name).lower()
         assert f"| {role.value} | {label} |" in DOCS
@@ -63,7 +64,7 @@ def test_the_pages_examples_of_encoders_are_what_they_write() -> None:
         assert written.replace("\n", "⏎").strip("`") == text.replace("\\|", "|").strip("`")
 
 
-@pytest.mark.parametrize("version", PROMPT_VERSIONS)
+@pytest.mark.parametrize("version", get_args(PromptVersion))
 def test_prompts_are_the_same_bytes_on_every_machine(version: str) -> None:
     """Pinned: words, encoder and variants of the embedded tasks. A change here is a new version, never an edit."""
     drafter = Drafter(PromptSpec(kind="arc", version=version, predictions_per_task=4), seed=11, template=None)
