@@ -52,13 +52,6 @@ class ShuffleOptions(SelectionOptions, total=False):
     after: int
 
 
-class TorchOptions(ShuffleOptions, total=False):
-    """The arguments of :meth:`Dataset.torch`."""
-
-    rank: int | None
-    world: int | None
-
-
 class ShuffledReaders(ABC):
     """Readers of shuffled activation rows, for NumPy, torch, JAX and Grain."""
 
@@ -135,17 +128,26 @@ class ShuffledReaders(ABC):
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
         return Shuffled(chosen, start, epochs=epochs, dtype=dtype, single=single)
 
-    def torch(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[TorchOptions]) -> TorchRows:
+    def torch(
+        self,
+        tap: str | Tap | Sequence[str | Tap],
+        *,
+        rank: int | None = None,
+        world: int | None = None,
+        **how: Unpack[ShuffleOptions],
+    ) -> TorchRows:
         """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
 
         Args:
             tap: A tap, or a sequence of taps.
-            how: Arguments of :meth:`shuffled`; ``rank`` and ``world``, unless torch.distributed is initialised;
-                ``after``, the number of batches that the loader of this process gave before, over all its workers.
+            rank: The number of this process; None takes that of torch.distributed if it is initialised.
+            world: The number of processes.
+            how: Arguments of :meth:`shuffled`; ``after`` is the number of batches that the loader of this process gave
+                before, over all its workers.
         """
         from spile.reading.torch_rows import TorchRows
 
-        return TorchRows(self, tap, **how)
+        return TorchRows(self, tap, rank=rank, world=world, **how)
 
     def jax(
         self,

@@ -76,7 +76,7 @@ async function showSpace(node, root, tap, go) {
     const names = [...sizes].sort((a, b) => b[1] - a[1]).map(each => each[0]);
     return { values, names: names.slice(0, SERIES.length - (names.length > SERIES.length ? 1 : 0)), many: names.length > SERIES.length };
   }
-  const picture = figure(`Main directions of ${tap}`, `Each dot is one of ${count(xs.length)} rows of random samples, on the two directions with the largest variance (${found.explained.map(each => `${(100 * each).toFixed(0)} %`).join(" and ")} of it). Dots of one colour that lie together are told apart by this layer.`, width => {
+  const picture = figure(`Main directions of ${tap}`, `Each dot is one of ${count(xs.length)} rows of random samples, on the two directions with the largest variance (${found.explained.map(each => `${(100 * each).toFixed(0)} %`).join(" and ")} of it). Dots of one colour that lie together are separated by this layer.`, width => {
     const { values, names, many } = groups(), pad = (low, high) => [low - (high - low || 1) * 0.05, high + (high - low || 1) * 0.05];
     const [x0, x1] = pad(Math.min(...xs), Math.max(...xs)), [y0, y1] = pad(Math.min(...ys), Math.max(...ys));
     const f = frame(width, 380, { label: "First direction (relative units)", low: x0, high: x1 }, { label: "Second direction (relative units)", low: y0, high: y1 });
