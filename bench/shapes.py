@@ -17,7 +17,6 @@ import spile.models
 from spile.models import families
 from spile.models.architecture import ModelConfig, layer_tensors, model_tensors
 from spile.models.families import read_config
-from spile.models.families.base import Fused
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -110,15 +109,14 @@ def _file_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[names.file_name(name)] = tensor.shape
     for layer in range(config.n_layers):
         tensors = layer_tensors(config, layer)
-        for suffix, target in names.layer.items():
-            fused = Fused((target,)) if isinstance(target, str) else target
-            parts = [tensors[field].shape for field in fused.fields if field in tensors]
+        for suffix, fused in names.layer.items():
+            parts = [tensors[name].shape for name in fused.names if name in tensors]
             stacked = "{e}" in suffix
             if not parts or any((len(part) == 3) != stacked for part in parts):
                 continue
             inner = [part[1:] if stacked else part for part in parts]
             shape = (sum(part[0] for part in inner), *inner[0][1:])
-            at = names.file_name(f"{layer}.{fused.fields[0]}").split(f".{layer}.")[0]
+            at = names.file_name(f"{layer}.{fused.names[0]}").split(f".{layer}.")[0]
             for expert in range(parts[0][0] if stacked else 1):
                 own = f"{at}.{layer}.{suffix.replace('{e}', str(expert))}"
                 shapes[own] = shape[::-1] if fused.order == "columns" else shape

@@ -108,7 +108,7 @@ class Piece:
         if self.order == "interleaved":
             own = whole[..., place::parts]
             return np.swapaxes(own, -1, -2) if own.ndim == 3 else own
-        turned = np.swapaxes(whole, -1, -2) if self.order == "columns" else whole
+        turned = np.swapaxes(whole, -1, -2) if self.order == "columns" and whole.ndim > 1 else whole
         return turned[self.first : self.first + self.shape[0]]
 
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from spile.errors import ModelError
 from spile.models.architecture import Tensor, layer_tensors, model_tensors
 from spile.models.families import FAMILIES
-from spile.models.families.base import Match, Order
+from spile.models.families.base import Fused, Order
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, build, stacked
 from spile.models.safetensors_files import (
@@ -141,7 +141,7 @@ def _file_shape(shapes: Sequence[tuple[int, ...]], order: Order) -> tuple[int, .
 
 
 def _pieces(
-    files: ModelFiles, entry: Entry, match: Match, wanted: Mapping[str, Tensor], change: Change | None
+    files: ModelFiles, entry: Entry, match: Fused, wanted: Mapping[str, Tensor], change: Change | None
 ) -> Iterator[tuple[str, Piece]]:
     """Return the tensors of the model that a file's tensor contains, after a check of its shape and dtype."""
     shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]

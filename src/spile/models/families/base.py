@@ -38,100 +38,103 @@ Order = Literal["rows", "columns", "heads", "interleaved"]
 
 @dataclass(frozen=True)
 class Fused:
-    """A tensor of a file that contains several tensors of the model, or one in another layout."""
+    """What a tensor of a file contains: several tensors of the model, or one in another layout."""
 
-    fields: tuple[str, ...]
-    order: Order = "rows"
-
-
-@dataclass(frozen=True)
-class Match:
-    """The tensors of the model that a tensor of a file contains; none if it is known but not needed."""
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...]
     order: Order = "rows"
     expert: int | None = None
     """The number of the expert, if the file has one tensor per expert."""
 
 
+def _tensors(modules: Mapping[str, str | Fused]) -> dict[str, Fused]:
+    """Return what the weights and biases of these modules contain."""
+    found = {}
+    for module, target in modules.items():
+        weight = Fused((target,)) if isinstance(target, str) else target
+        found[f"{module}.weight"] = weight
+        found[f"{module}.bias"] = replace(weight, names=tuple(f"{name}_bias" for name in weight.names))
+    return found
+
+
 @dataclass(frozen=True)
 class Names:
-    """The tensor names of a family."""
+    """The names of modules and tensors in the files of a family.
+
+    A module is mapped to the field of its weight; its bias is the field with ``_bias`` behind the name.
+    """
 
     prefix: str = r"(?:model\.)?"
     """Pattern of the optional text before every name except the LM head's."""
     written: str = "model."
     """The prefix that most files have; error messages use it."""
-    once: Mapping[str, str] = field(
-        default_factory=lambda: {"embed_tokens.weight": "embed", "norm.weight": "final_norm"}
-    )
-    """Name in the file → field of :class:`spile.models.params.Params`."""
+    once: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed", "norm": "final_norm"})
+    """Module → field of :class:`spile.models.params.Params`."""
     head: str = "lm_head"
     layers: str = "layers"
-    layer: Mapping[str, str | Fused] = field(default_factory=dict)
-    """Name below a layer's number → field of :class:`spile.models.params.Layer`; ``{e}`` is an expert's number."""
+    modules: Mapping[str, str | Fused] = field(default_factory=dict)
+    """Module below a layer's number → field of :class:`spile.models.params.Layer`; ``{e}`` is an expert's number."""
+    tensors: Mapping[str, Fused] = field(default_factory=dict)
+    """Tensors below a layer's number that are not the weight or the bias of a module."""
     unused: tuple[str, ...] = (r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
     """Patterns, below the prefix, of tensors that are not needed."""
 
-    def match(self, name: str) -> Match | None:
-        """Return what a tensor of a file contains, or None if the name is unknown."""
+    @functools.cached_property
+    def layer(self) -> dict[str, Fused]:
+        """What each tensor below a layer's number contains."""
+        return {**_tensors(self.modules), **self.tensors}
+
+    def match(self, name: str) -> Fused | None:
+        """Return what a tensor of a file contains, or None if the name is unknown; no names: it is not needed."""
         below = re.sub(f"^{self.prefix}", "", name)
-        once = {f"{self.head}.weight": "head", f"{self.head}.bias": "head_bias"}.get(name) or self.once.get(below)
+        once = _tensors({self.head: "head"}).get(name) or _tensors(self.once).get(below)
         if once is not None:
-            return Match((once,))
+            return once
         if any(re.fullmatch(pattern, below) for pattern in self.unused):
-            return Match()
+            return Fused(())
         found = re.fullmatch(rf"{self.layers}\.(\d{{1,6}})\.(.+)", below)
         if found is None:
             return None
         layer, suffix = int(found[1]), found[2]
         expert = re.search(r"\.experts\.(\d{1,6})\.", suffix)
-        target = self.layer.get(suffix if expert is None else suffix.replace(expert[0], ".experts.{e}."))
-        if target is None:
+        fused = self.layer.get(suffix if expert is None else suffix.replace(expert[0], ".experts.{e}."))
+        if fused is None:
             return None
-        fused = Fused((target,)) if isinstance(target, str) else target
-        names = tuple(f"{layer}.{name}" for name in fused.fields)
-        return Match(names, fused.order, int(expert[1]) if expert else None)
+        names = tuple(f"{layer}.{name}" for name in fused.names)
+        return Fused(names, fused.order, int(expert[1]) if expert else None)
 
     def file_name(self, name: str) -> str:
         """Return the name that a file would use for a tensor of the model; for error messages."""
-        if name in ("head", "head_bias"):
-            return f"{self.head}.{'weight' if name == 'head' else 'bias'}"
-        layer, _, field_name = name.rpartition(".")
-        table = self.layer if layer else self.once
-        below = f"{self.layers}.{layer}." if layer else ""
-        fields = {file: each.fields if isinstance(each, Fused) else (each,) for file, each in table.items()}
-        return self.written + below + next(file for file, each in fields.items() if field_name in each)
+        layer, _, own = name.rpartition(".")
+        if layer:
+            before, table = f"{self.written}{self.layers}.{layer}.", self.layer
+        elif own in ("head", "head_bias"):
+            before, table = "", _tensors({self.head: "head"})
+        else:
+            before, table = self.written, _tensors(self.once)
+        return before + next(file for file in reversed(table) if own in table[file].names)
 
 
 PLAIN = Names(
-    layer={
-        "input_layernorm.weight": "attn_norm",
-        "self_attn.q_proj.weight": "q",
-        "self_attn.k_proj.weight": "k",
-        "self_attn.v_proj.weight": "v",
-        "self_attn.o_proj.weight": "o",
-        "self_attn.q_proj.bias": "q_bias",
-        "self_attn.k_proj.bias": "k_bias",
-        "self_attn.v_proj.bias": "v_bias",
-        "self_attn.o_proj.bias": "o_bias",
-        "self_attn.q_norm.weight": "q_norm",
-        "self_attn.k_norm.weight": "k_norm",
-        "post_attention_layernorm.weight": "mlp_norm",
-        "mlp.gate_proj.weight": "gate",
-        "mlp.up_proj.weight": "up",
-        "mlp.down_proj.weight": "down",
-        "mlp.gate_proj.bias": "gate_bias",
-        "mlp.up_proj.bias": "up_bias",
-        "mlp.down_proj.bias": "down_bias",
+    modules={
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "q",
+        "self_attn.k_proj": "k",
+        "self_attn.v_proj": "v",
+        "self_attn.o_proj": "o",
+        "self_attn.q_norm": "q_norm",
+        "self_attn.k_norm": "k_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "gate",
+        "mlp.up_proj": "up",
+        "mlp.down_proj": "down",
     },
 )
-"""The names of Llama, which most families use. The config decides which of them a model must have."""
+"""The names of Llama, which most families use. The config decides which tensors a model must have."""
 
 
 def extend(more: Mapping[str, str | Fused], base: Names = PLAIN) -> Names:
-    """Return ``base`` with these layer tensors added or replaced."""
-    return replace(base, layer={**base.layer, **more})
+    """Return ``base`` with these modules of a layer added or replaced."""
+    return replace(base, modules={**base.modules, **more})
 
 
 _USE_TORCH = "use --backend torch, which runs the model's own code"

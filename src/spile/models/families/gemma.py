@@ -51,9 +51,9 @@ def _read_gemma2(fields: ConfigFields, pattern: int = 2, **options: Any) -> Mode
 
 _NAMES = extend(
     {
-        "post_attention_layernorm.weight": "attn_post_norm",
-        "pre_feedforward_layernorm.weight": "mlp_norm",
-        "post_feedforward_layernorm.weight": "mlp_post_norm",
+        "post_attention_layernorm": "attn_post_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
     }
 )
 

@@ -16,7 +16,7 @@ def _read_glm4(fields: ConfigFields) -> ModelConfig:
     return _read_glm(fields, norm_place="sandwich")
 
 
-_FUSED = extend({"mlp.gate_up_proj.weight": Fused(("gate", "up"))})
+_FUSED = extend({"mlp.gate_up_proj": Fused(("gate", "up"))})
 
 GLM = Family(
     model_types=("glm",),
@@ -36,8 +36,8 @@ GLM4 = Family(
     read=_read_glm4,
     names=extend(
         {
-            "post_self_attn_layernorm.weight": "attn_post_norm",
-            "post_mlp_layernorm.weight": "mlp_post_norm",
+            "post_self_attn_layernorm": "attn_post_norm",
+            "post_mlp_layernorm": "mlp_post_norm",
         },
         _FUSED,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spile.models.architecture import ModelConfig
 from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend, read_experts
 
@@ -25,15 +27,14 @@ FAMILY = Family(
     "and a clamped gate",
     example=("openai/gpt-oss-20b", {"num_hidden_layers": 24, "num_local_experts": 32}),
     read=_read,
-    names=extend(
-        {
-            "self_attn.sinks": "sinks",
-            "mlp.router.weight": "router",
-            "mlp.router.bias": "router_bias",
+    names=replace(
+        extend({"mlp.router": "router"}),
+        tensors={
+            "self_attn.sinks": Fused(("sinks",)),
             "mlp.experts.gate_up_proj": Fused(("gate", "up"), "interleaved"),
             "mlp.experts.gate_up_proj_bias": Fused(("gate_bias", "up_bias"), "interleaved"),
             "mlp.experts.down_proj": Fused(("down",), "columns"),
-            "mlp.experts.down_proj_bias": "down_bias",
-        }
+            "mlp.experts.down_proj_bias": Fused(("down_bias",)),
+        },
     ),
 )

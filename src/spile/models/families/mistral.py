@@ -26,10 +26,10 @@ MIXTRAL = Family(
     read=_read_mixtral,
     names=extend(
         {
-            "block_sparse_moe.gate.weight": "router",
-            "block_sparse_moe.experts.{e}.w1.weight": "gate",
-            "block_sparse_moe.experts.{e}.w3.weight": "up",
-            "block_sparse_moe.experts.{e}.w2.weight": "down",
+            "block_sparse_moe.gate": "router",
+            "block_sparse_moe.experts.{e}.w1": "gate",
+            "block_sparse_moe.experts.{e}.w3": "up",
+            "block_sparse_moe.experts.{e}.w2": "down",
         }
     ),
 )

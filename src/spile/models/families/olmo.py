@@ -7,8 +7,8 @@ from spile.models.families.base import ConfigFields, Family, decoder, extend
 
 _NAMES = extend(
     {
-        "post_attention_layernorm.weight": "attn_post_norm",
-        "post_feedforward_layernorm.weight": "mlp_post_norm",
+        "post_attention_layernorm": "attn_post_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
     }
 )
 

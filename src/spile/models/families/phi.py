@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
+from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend
 
 
 def _read_phi(fields: ConfigFields) -> ModelConfig:
@@ -27,28 +29,9 @@ PHI = Family(
     "bias on the LM head; a part of each head rotated",
     example=("microsoft/phi-2", {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10_240}),
     read=_read_phi,
-    names=Names(
-        once={
-            "embed_tokens.weight": "embed",
-            "final_layernorm.weight": "final_norm",
-            "final_layernorm.bias": "final_norm_bias",
-        },
-        layer={
-            "input_layernorm.weight": "attn_norm",
-            "input_layernorm.bias": "attn_norm_bias",
-            "self_attn.q_proj.weight": "q",
-            "self_attn.k_proj.weight": "k",
-            "self_attn.v_proj.weight": "v",
-            "self_attn.dense.weight": "o",
-            "self_attn.q_proj.bias": "q_bias",
-            "self_attn.k_proj.bias": "k_bias",
-            "self_attn.v_proj.bias": "v_bias",
-            "self_attn.dense.bias": "o_bias",
-            "mlp.fc1.weight": "up",
-            "mlp.fc1.bias": "up_bias",
-            "mlp.fc2.weight": "down",
-            "mlp.fc2.bias": "down_bias",
-        },
+    names=replace(
+        extend({"self_attn.dense": "o", "mlp.fc1": "up", "mlp.fc2": "down"}),
+        once={"embed_tokens": "embed", "final_layernorm": "final_norm"},
     ),
 )
 
@@ -63,14 +46,5 @@ PHI3 = Family(
     differs="queries, keys and values in one matrix, gate and up in another; one attention window for all layers",
     example=("microsoft/Phi-3-mini-4k-instruct", {}),
     read=_read_phi3,
-    names=Names(
-        layer={
-            "input_layernorm.weight": "attn_norm",
-            "self_attn.qkv_proj.weight": Fused(("q", "k", "v")),
-            "self_attn.o_proj.weight": "o",
-            "post_attention_layernorm.weight": "mlp_norm",
-            "mlp.gate_up_proj.weight": Fused(("gate", "up")),
-            "mlp.down_proj.weight": "down",
-        }
-    ),
+    names=extend({"self_attn.qkv_proj": Fused(("q", "k", "v")), "mlp.gate_up_proj": Fused(("gate", "up"))}),
 )

@@ -75,10 +75,10 @@ QWEN3_MOE = Family(
     read=_read_qwen3_moe,
     names=extend(
         {
-            "mlp.gate.weight": "router",
-            "mlp.experts.{e}.gate_proj.weight": "gate",
-            "mlp.experts.{e}.up_proj.weight": "up",
-            "mlp.experts.{e}.down_proj.weight": "down",
+            "mlp.gate": "router",
+            "mlp.experts.{e}.gate_proj": "gate",
+            "mlp.experts.{e}.up_proj": "up",
+            "mlp.experts.{e}.down_proj": "down",
         }
     ),
 )
