@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from spile.errors import Failure, ModelError, untrusted
 from spile.models.adapters import Adapter
@@ -21,10 +21,6 @@ from spile.objects import Folder, is_remote, open_folder
 from spile.objects.crc import crc32c
 from spile.objects.local import LocalFolder
 from spile.spec.run import EMBEDDED
-
-if TYPE_CHECKING:
-    from spile.objects.retry import RequestFailure
-
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -84,50 +80,39 @@ def _download(name: str, revision: str | None, files: Sequence[str]) -> tuple[Pa
     try:
         endpoint = os.environ.get("HF_ENDPOINT") or None
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(files), endpoint=endpoint))
-    except errors.GatedRepoError as error:
-        raise ModelError(f"{name} is gated on the hub", fix=_token_fix(name)) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"{name} has no such revision", found=repr(revision), fix="name a branch, tag or commit of it"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"no such model: {name}",
-            expected="a folder here, or a public name on the hub",
-            found="neither",
-            fix=f"check the spelling; if it is private, {_token_fix(name)}",
-        ) from error
-    except errors.HFValidationError as error:
-        raise ModelError(f"no such model: {name}", expected="a folder, or a name such as Qwen/Qwen2.5-0.5B") from error
-    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the transport's, whichever it is
-        raise _outage(name, error) from error
+    except (errors.HTTPError, OSError, errors.HFValidationError) as error:  # type: ignore[attr-defined]
+        raise _translated(error, name, revision) from error
     return folder, folder.name
 
 
-def _outage(name: str, error: BaseException) -> RequestFailure | ModelError:
-    """Return a failure that may pass, with the status or the connection error at its root, or a refusal."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
+def _translated(error: Exception, name: str, revision: str | None) -> Exception:
+    """Return the error for the user, or :class:`RequestFailure` if the hub is temporarily unavailable."""
+    from huggingface_hub import errors
 
     from spile.objects.retry import RequestFailure, causes, from_status
 
-    for cause in causes(error):
-        if isinstance(cause, OfflineModeIsEnabled):
-            return ModelError(
-                f"{name} is not in the hub's cache", found="HF_HUB_OFFLINE is set", fix="unset it, or give a folder"
-            )
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if status in (401, 403):
-            return ModelError(f"the hub refused {name}", found=f"HTTP {status}", fix=_token_fix(name))
-        if isinstance(status, int):
-            return from_status(status)
-    *_, bottom = causes(error)
-    return RequestFailure(f"no answer: {type(bottom).__name__}", transient=True)
-
-
-def _token_fix(name: str) -> str:
+    token = f"ask for access at huggingface.co/{name} and set HF_TOKEN to your token"
     if os.environ.get("HF_TOKEN"):
-        return f"HF_TOKEN holds a token without access; ask for access at huggingface.co/{name}"
-    return f"ask for access at huggingface.co/{name} and set HF_TOKEN to your token"
+        token = f"HF_TOKEN holds a token without access; ask for access at huggingface.co/{name}"
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(f"{name} is gated on the hub", fix=token)
+    if isinstance(error, errors.RevisionNotFoundError):
+        fix = "name a branch, tag or commit of it"
+        return ModelError(f"{name} has no such revision", found=repr(revision), fix=fix)
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+        expected = "a folder here, or a public name on the hub"
+        fix = f"check the spelling; if it is private, {token}"
+        return ModelError(f"no such model: {name}", expected=expected, found="neither", fix=fix)
+    chain = list(causes(error))
+    if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
+        fix = "unset it, or give a folder"
+        return ModelError(f"{name} is not in the hub's cache", found="HF_HUB_OFFLINE is set", fix=fix)
+    statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in chain)
+    status = next((each for each in statuses if isinstance(each, int)), None)
+    if status in (401, 403):
+        return ModelError(f"the hub refused {name}", found=f"HTTP {status}", fix=token)
+    no_answer = RequestFailure(f"no answer: {type(chain[-1]).__name__}", transient=True)
+    return no_answer if status is None else from_status(status)
 
 
 @dataclass(frozen=True)
