@@ -320,7 +320,7 @@ def report(run: Run, console: Console, seconds: float) -> None:
         ("tokens, samples", f"{volume.tokens:.0e}, {volume.samples:,}"),
         ("stored", f"{size(volume.bytes)} in {volume.shards:,} shards of 1 GB, {world.streams:,} streams"),
         ("workers", f"{world.workers:,} x {guess.machine.name}, {run.rate:,.0f} tokens/s each"),
-        ("planned", f"{guess.hours:.1f} hours, ${guess.dollars.preemptible:,.0f}; limited by {guess.slowest.name}"),
+        ("planned", f"{guess.hours:.1f} hours, ${guess.dollars.preemptible:,.0f}; limited by {guess.slowest}"),
         ("simulated", f"{hours:.1f} hours, ${machines:,.0f}"),
         ("lost machines", f"{world.lost:,}, of which {world.suspended} came back later; {world.fenced} commits fenced"),
         ("work done again", f"{world.orphans / commits:.2%} (a simulated commit stands for {scale:,.0f} real ones)"),

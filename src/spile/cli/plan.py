@@ -233,7 +233,7 @@ def _machines(estimates: list[Estimate]) -> Table:
             f"{each.machine.hosts * each.workers}",
             duration(each.hours * 3600),
             amount(each.tokens_per_second),
-            "storage" if each.slowest.name == "sink" else each.slowest.name,
+            "storage" if each.slowest == "sink" else each.slowest,
             *(f"${cost:,.2f}" if each.machine.price.on_demand else "–" for cost in vars(each.dollars).values()),
         )
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,10 +25,6 @@ class Lengths:
     samples: int
     head: int | None = None
     """The number of rows that were read, if ``samples`` is an estimate from them."""
-
-    def __post_init__(self) -> None:
-        if self.samples < 0 or (self.samples and not self.counted):
-            raise SpecError("samples to count", expected="at least 1", found=len(self.counted))
 
     @property
     def exact(self) -> bool:
@@ -104,34 +100,32 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Limit:
-    """A stage that limits the run, and the hours it would take alone."""
-
-    name: str
-    hours: float
-
-
-@dataclass(frozen=True)
 class Estimate:
     """The estimate of a run on several machines of one type."""
 
     volume: Volume
     machine: Machine
     workers: int
-    limits: tuple[Limit, ...]
+    limits: Mapping[str, float]
+    """For each stage, the hours that it would take alone."""
     storage_month: float
     """Dollars."""
     start_hours: float = 0.0
     """Hours of each machine before its first batch."""
 
     @property
-    def slowest(self) -> Limit:
-        return max(self.limits, key=lambda limit: limit.hours)
+    def slowest(self) -> str:
+        return max(self.limits, key=self.limits.__getitem__)
+
+    @property
+    def run_hours(self) -> float:
+        """From the first batch to the last shard."""
+        return self.limits[self.slowest]
 
     @property
     def hours(self) -> float:
         """From the request for machines to the last shard, with all workers in parallel."""
-        return self.start_hours + self.slowest.hours
+        return self.start_hours + self.run_hours
 
     @property
     def machine_hours(self) -> float:
@@ -145,12 +139,12 @@ class Estimate:
     @property
     def tokens_per_second(self) -> float:
         """The rate of all workers together."""
-        return self.volume.tokens / (self.slowest.hours * _HOUR) if self.slowest.hours else 0.0
+        return self.volume.tokens / (self.run_hours * _HOUR) if self.run_hours else 0.0
 
     def full_shard_seconds(self) -> float:
         """Return the seconds that one worker needs to fill a shard."""
-        rate = self.volume.bytes / (self.slowest.hours * _HOUR * self.workers) if self.slowest.hours else math.inf
-        return self.volume.shard_bytes / rate
+        seconds = self.run_hours * _HOUR * self.workers
+        return seconds * self.volume.shard_bytes / self.volume.bytes if seconds else 0.0
 
     def shard_bytes(self, commit_every: float | None) -> float:
         """Return the size of most shards: a commit closes a shard that is not full."""
@@ -172,7 +166,7 @@ class Estimate:
             "bytes_per_token": self.volume.bytes_per_token,
             "bytes": self.volume.bytes,
             "shards": self.volume.shards,
-            "limits": [asdict(limit) for limit in self.limits],
+            "limits": [{"name": name, "hours": hours} for name, hours in self.limits.items()],
             "start_hours": self.start_hours,
             "hours": self.hours,
             "tokens_per_second": self.tokens_per_second,
@@ -200,7 +194,7 @@ def estimate(
         peak = machine.chips * machine.tflops * 1e12 * rates.efficiency
         compute = volume.tokens * rates.padding * flops_per_token / peak
     sink = volume.bytes / (machine.hosts * rates.sink_bytes)
-    limits = tuple(Limit(name, seconds / workers / _HOUR) for name, seconds in (("model", compute), ("sink", sink)))
+    limits = {name: seconds / workers / _HOUR for name, seconds in (("model", compute), ("sink", sink))}
     storage = volume.bytes / 1e9 * storage_gb_month
     return Estimate(volume, machine, workers, limits, storage, rates.start_seconds / _HOUR)
 

@@ -49,8 +49,8 @@ class Forecast:
     lengths: Lengths
     skipped: int
     """Counted samples without rows."""
-    rows: Lengths | None = None
-    """Stored rows of the same samples; None means that all tokens are stored."""
+    volume: Volume
+    """What the run will store."""
     estimate: Estimate | None = None
     """Hours and dollars on the machine that was asked for."""
 
@@ -87,19 +87,6 @@ class Forecast:
     def dollars(self) -> Price | None:
         """The price on demand and preemptible of the machine that was asked for; None without one."""
         return None if self.estimate is None else self.estimate.dollars
-
-    @property
-    def volume(self) -> Volume:
-        """What the run will store."""
-        return Volume(
-            samples=self.lengths.samples,
-            tokens=self.lengths.tokens,
-            bytes_per_token=row_bytes(
-                tap_rows(tap, self.config.sizes(tap.layer), self.spec.store_dtype) for tap in self.taps
-            ),
-            shard_bytes=self.spec.shard_size_gb * 1e9,
-            rows=None if self.rows is None else self.rows.tokens,
-        )
 
     @property
     def flops_per_token(self) -> float:
@@ -166,14 +153,15 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
         lengths, rows = _count(stream, spec, count, stream.identity.samples)
     else:
         lengths, rows = _estimate(spec, stream, tokenizer, count)
-    widths = (tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
-    limit = spec.data.token_limit(row_bytes(widths))
+    token_bytes = row_bytes(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
+    limit = spec.data.token_limit(token_bytes)
     if limit is not None and rows.tokens > limit:
         fewer = max(1, math.ceil(limit / rows.mean))
         lengths, rows = (replace(each, samples=fewer, counted=each.counted[:fewer]) for each in (lengths, rows))
     skipped = sum(not length for length in lengths.counted)
-    stored = None if spec.positions == ALL else rows
-    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, stored)
+    stored = None if spec.positions == ALL else rows.tokens
+    volume = Volume(lengths.samples, lengths.tokens, token_bytes, spec.shard_size_gb * 1e9, stored)
+    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, volume)
 
 
 def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> tuple[Lengths, Lengths]:
@@ -249,7 +237,7 @@ def this_machine(output: str) -> ThisMachine:
     gpus = tuple(_gpu_names())
     machine = gpus_here(gpus)
     if machine is None:
-        machine = processors_here(cores, memory, _matmul_flops())
+        machine = processors_here(memory, _matmul_flops())
     return ThisMachine(cores, memory, disk, gpus, machine)
 
 

@@ -245,9 +245,9 @@ def gpus_here(names: Sequence[str]) -> Machine | None:
     return replace(gpus(str(known[0]), len(known)), name=HERE)
 
 
-def processors_here(cores: int, memory: int, flops: float) -> Machine:
+def processors_here(memory: int, flops: float) -> Machine:
     """Return this machine without a GPU: its processors are one device, whose rate was measured."""
-    return replace(_unpriced(HERE, 1, memory, flops / 1e12), cores=cores)
+    return _unpriced(HERE, 1, memory, flops / 1e12)
 
 
 def _unpriced(name: str, chips: int, memory: float, tflops: float) -> Machine:
