@@ -147,22 +147,20 @@ def masked_weights(
     return found.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
 
 
-def scale_scores(scores: Float[Array, "..."], head_dim: int, softcap: float | None) -> Float[Array, "..."]:
+def scale_scores(scores: Float[Array, "..."], head_dim: int, cap: float | None) -> Float[Array, "..."]:
     """Scale the products of queries and keys, and apply the soft cap."""
-    scores = scores * jnp.float32(head_dim**-0.5)
-    return scores if softcap is None else jnp.tanh(scores / jnp.float32(softcap)) * jnp.float32(softcap)
+    return softcap(scores * jnp.float32(head_dim**-0.5), cap)
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """Bound the values smoothly by ±cap."""
+    return x if cap is None else jnp.tanh(x / jnp.asarray(cap, x.dtype)) * jnp.asarray(cap, x.dtype)
 
 
 def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, how: Scoring) -> Array:
     """Compute :func:`masked_attention` with the fused kernel of cuDNN, which has neither a soft cap nor sinks."""
-    _refuse_options("cuDNN", how)
+    _refuse_options("cuDNN", how.softcap, how.sinks)
     return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
-
-
-MASKED: Mapping[str, Callable[..., Array]] = {
-    "xla": masked_attention, "blocked": masked_attention, "flash": masked_attention, "cudnn": cudnn_masked,
-}  # fmt: skip
-"""By the name of an implementation, the one that takes a mask; the splash kernel does not."""
 
 
 _KEYS = 256
@@ -253,16 +251,14 @@ def _attend(
     return out
 
 
-def _refuse_options(kernel: str, how: Scoring) -> None:
-    if how.softcap is not None:
-        raise ValueError(f"{kernel}'s attention has no soft cap")
-    if how.sinks is not None:
-        raise ValueError(f"{kernel}'s attention has no sinks")
+def _refuse_options(kernel: str, softcap: float | None, sinks: Sinks) -> None:
+    if softcap is not None or sinks is not None:
+        raise ValueError(f"{kernel}'s attention does not have this option: soft cap {softcap}, sinks {sinks}")
 
 
 def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
     """Compute attention with the fused kernel of cuDNN, for 16-bit floats on an NVIDIA GPU. Segments become a mask."""
-    _refuse_options("cuDNN", how)
+    _refuse_options("cuDNN", how.softcap, how.sinks)
     seen = segments[:, None, :, None] == segments[:, None, None, :]
     if how.window is not None:  # Some versions of the kernel do not take a window together with a mask.
         place = np.arange(q.shape[1])
@@ -277,7 +273,7 @@ def flash(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring, *, int
     """Compute attention with the Pallas splash kernel for TPUs. The sequence is padded to whole blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    _refuse_options("splash", how._replace(softcap=None))
+    _refuse_options("splash", None, how.sinks)
     length = q.shape[1]
     scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # The kernel does not scale scores.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)

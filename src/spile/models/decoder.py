@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import ATTENTIONS, Attention, Scoring, largest_weights, precision
+from spile.models.attention import ATTENTIONS, Attention, Scoring, largest_weights, precision, softcap
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
-from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm, softcap
+from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm
 from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
 from spile.models.rope import Angles
 from spile.spec.taps import Site, SteerKind, Tap, tap_rows
@@ -140,11 +140,6 @@ class Steering:
     values: tuple[Any, ...]
     """For each tap: the vector to add, nothing, the unit vector to project out, or the rows of a sample."""
 
-    def edits(self) -> list[tuple[Tap, Edit]]:
-        """Return the tap and the function of each edit."""
-        each = zip(self.taps, self.kinds, self.values, strict=True)
-        return [(tap, functools.partial(_steer, kind, value)) for tap, kind, value in each]
-
 
 def _steer(kind: SteerKind, value: Array, rows: Array, info: TokenInfo) -> Array:
     if kind == "zero":
@@ -160,10 +155,13 @@ def _steer(kind: SteerKind, value: Array, rows: Array, info: TokenInfo) -> Array
 
 def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenInfo) -> list[tuple[Tap, _EditRows]]:
     """Return the edits of ``params.steering`` and further ones as functions of rows alone, in this order."""
-    steering: Steering | None = params.steering
     flat = TokenInfo(*(None if each is None else each.reshape(-1) for each in info))
-    every = [*(() if steering is None else steering.edits()), *edits]
-    return [(tap, functools.partial(edit, info=flat)) for tap, edit in every]
+    steering: Steering | None = params.steering
+    own: list[tuple[Tap, Any]] = []
+    if steering is not None:
+        each = zip(steering.taps, steering.kinds, steering.values, strict=True)
+        own = [(tap, functools.partial(_steer, kind, value)) for tap, kind, value in each]
+    return [(tap, functools.partial(edit, info=flat)) for tap, edit in (*own, *edits)]
 
 
 def _edited(value: Array, site: Site, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
@@ -181,7 +179,9 @@ def _edited(value: Array, site: Site, edits: Sequence[tuple[Tap, _EditRows]]) ->
 class TapCollector:
     """Edits the values of taps, and keeps those that are asked for, each passed through ``keep``."""
 
-    def __init__(self, taps: tuple[Tap, ...], keep: Keep, edits: Sequence[tuple[Tap, _EditRows]] = ()) -> None:
+    def __init__(
+        self, taps: tuple[Tap, ...] = (), keep: Keep = keep_unchanged, edits: Sequence[tuple[Tap, _EditRows]] = ()
+    ) -> None:
         self.taps, self.keep, self.edits = taps, keep, edits
         self.kept: dict[Tap, Any] = {}
 

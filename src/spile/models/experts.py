@@ -6,6 +6,7 @@ number of blocks is bounded beforehand, so shapes are fixed and there is no capa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,8 +19,6 @@ from spile.models.architecture import Experts, ModelConfig
 from spile.models.attention import precision
 from spile.models.layers import Hidden, Look, gate, linear
 from spile.models.params import Layer
-
-Chosen = Int[Array, "tokens chosen"]
 
 
 class Matrices(NamedTuple):
@@ -58,80 +57,83 @@ def route(
     return chosen, weights.astype(logits.dtype)
 
 
-class _Sorted(NamedTuple):
+class _Pairs(NamedTuple):
     """Token–expert pairs, sorted by expert."""
 
     pair: Int[Array, " pairs"]
     """The number of each pair among tokens × selected experts."""
+    token: Int[Array, " pairs"]
     expert: Int[Array, " pairs"]
     sizes: Int[Array, " experts"]
     """The number of pairs of each expert."""
 
 
-def _sorted(chosen: Chosen, count: int) -> _Sorted:
-    flat = chosen.reshape(-1)
+def _mix(
+    compute: Callable[[Array, _Pairs, Matrices, ModelConfig], Array],
+    x: Hidden,
+    chosen: Array,
+    weights: Array,
+    matrices: Matrices,
+    config: ModelConfig,
+) -> Hidden:
+    """Sort the tokens by expert, compute the output of each pair, and add the weighted outputs at their tokens."""
+    per_token, flat = chosen.shape[-1], chosen.reshape(-1)
     pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    return _Sorted(pair, flat[pair], jnp.bincount(flat, length=count).astype(jnp.int32))
+    sizes = jnp.bincount(flat, length=matrices.gate.shape[0]).astype(jnp.int32)
+    order = _Pairs(pair, pair // per_token, flat[pair], sizes)
+    out = compute(x.reshape(-1, x.shape[-1]), order, matrices, config)
+    parts = out[jnp.argsort(pair)].reshape(-1, per_token, x.shape[-1]) * weights.reshape(-1, per_token)[..., None]
+    return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
 
 
-def _combined(out: Array, pair: Array, weights: Array, like: Array) -> Array:
-    """Add the weighted outputs of the sorted pairs at their tokens."""
-    tokens, chosen = weights.shape
-    back = jnp.argsort(pair)
-    parts = out[back].reshape(tokens, chosen, -1) * weights[..., None]
-    return jnp.sum(parts, axis=1).astype(like.dtype)
+def _expert_mlp(rows: Array, own: Matrices, product: Callable[..., Array], config: ModelConfig) -> Array:
+    hidden = gate(product(rows, own.gate, own.gate_bias), product(rows, own.up, own.up_bias), config)
+    return product(hidden, own.down, own.down_bias)
 
 
-def blocks(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
+def _blocks(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfig) -> Array:
     """Compute the experts in a loop over blocks of one expert's tokens: the fewest products on a CPU."""
-    experts, per_token = matrices.gate.shape[0], chosen.shape[-1]
-    flat, pairs = x.reshape(-1, x.shape[-1]), chosen.size
+    experts, pairs = len(order.sizes), len(order.pair)
     size = max(8, min(128, 1 << (pairs // experts).bit_length()))
     count = pairs // size + min(experts, pairs)
-    order = _sorted(chosen.reshape(-1, per_token), experts)
     of_expert = -(-order.sizes // size)
     last = jnp.cumsum(of_expert)
     begin = jnp.cumsum(order.sizes) - order.sizes
     slot = (last - of_expert)[order.expert] * size + jnp.arange(pairs, dtype=jnp.int32) - begin[order.expert]
-    no_token = flat.shape[0]
-    source = jnp.full((count * size,), no_token, jnp.int32).at[slot].set(order.pair // per_token)
-    filled = jnp.concatenate([flat, jnp.zeros((1, flat.shape[1]), flat.dtype)])[source].reshape(count, size, -1)
+    no_token = len(tokens)
+    source = jnp.full((count * size,), no_token, jnp.int32).at[slot].set(order.token)
+    filled = jnp.concatenate([tokens, jnp.zeros((1, tokens.shape[1]), tokens.dtype)])[source].reshape(count, size, -1)
     expert = jnp.clip(jnp.searchsorted(last, jnp.arange(count, dtype=jnp.int32), side="right"), 0, experts - 1)
     used = jnp.arange(count, dtype=jnp.int32) < last[-1]
 
     def block(part: tuple[Array, Array, Array]) -> Array:
-        tokens, number, is_used = part
+        rows, number, is_used = part
 
-        def compute(tokens: Array) -> Array:
+        def compute(rows: Array) -> Array:
             own = jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, number, keepdims=False), matrices)
-            hidden = gate(linear(tokens, own.gate, own.gate_bias), linear(tokens, own.up, own.up_bias), config)
-            return linear(hidden, own.down, own.down_bias)
+            return _expert_mlp(rows, own, linear, config)
 
-        out: Array = jax.lax.cond(is_used, compute, jnp.zeros_like, tokens)
+        out: Array = jax.lax.cond(is_used, compute, jnp.zeros_like, rows)
         return out
 
-    out = jax.lax.map(block, (filled, expert, used)).reshape(count * size, -1)[slot]
-    return _combined(out, order.pair, weights.reshape(-1, per_token), x).reshape(x.shape)
+    out: Array = jax.lax.map(block, (filled, expert, used))
+    return out.reshape(count * size, -1)[slot]
 
 
-def ragged(x: Hidden, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Hidden:
+def _ragged(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfig) -> Array:
     """Compute the experts with the grouped matrix product of accelerators: one call for all experts."""
-    per_token = chosen.shape[-1]
-    order = _sorted(chosen.reshape(-1, per_token), matrices.gate.shape[0])
-    rows = x.reshape(-1, x.shape[-1])[order.pair // per_token]
 
     def grouped(x: Array, weight: Array, bias: Array | None) -> Array:
         out = jax.lax.ragged_dot(x, weight.transpose(0, 2, 1), order.sizes, precision=precision(x.dtype))
         return out if bias is None else out + bias[order.expert]
 
-    hidden = gate(
-        grouped(rows, matrices.gate, matrices.gate_bias), grouped(rows, matrices.up, matrices.up_bias), config
-    )
-    out = grouped(hidden, matrices.down, matrices.down_bias)
-    return _combined(out, order.pair, weights.reshape(-1, per_token), x).reshape(x.shape)
+    return _expert_mlp(tokens[order.token], matrices, grouped, config)
 
 
-MIXTURES: Mapping[str, Mixture] = {"blocks": blocks, "ragged": ragged}
+MIXTURES: Mapping[str, Mixture] = {
+    "blocks": functools.partial(_mix, _blocks),
+    "ragged": functools.partial(_mix, _ragged),
+}
 
 
 def choose_mixture(platform: str) -> str:

@@ -25,7 +25,14 @@ from jaxtyping import Array, Float, Int
 from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import MASKED, Scoring, masked_weights, precision, scale_scores
+from spile.models.attention import (
+    Scoring,
+    cudnn_masked,
+    masked_attention,
+    masked_weights,
+    precision,
+    scale_scores,
+)
 from spile.models.decoder import (
     AttendWith,
     Keep,
@@ -142,7 +149,7 @@ def read_prompts(
     """Read a chunk of each batch row's prompt; after the last chunk, select the first token of the answer.
 
     Rows may be pieces of one prompt: at each layer all keys are written before any is looked at. ``attention`` is one
-    of :data:`spile.models.attention.MASKED`. The kept activations are ``[groups × rows, chunk, …]``.
+    of :data:`spile.models.attention.ATTENTIONS`. The kept activations are ``[groups × rows, chunk, …]``.
     """
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
@@ -157,7 +164,8 @@ def read_prompts(
             weights, positions = masked_weights(q, own[0], seen, how)
             look("pattern", weights)
             look("pattern_ids", positions)
-        return MASKED[attention](q, *own, seen, how), caches
+        compute = cudnn_masked if attention == "cudnn" else masked_attention  # other kernels take no mask
+        return compute(q, own[0], own[1], seen, how), caches
 
     before = list(zip(slots.keys, slots.values, strict=True))
     x, after, kept = _through(params, chunk.tokens, place, attend, before, config, mixture, taps, keep)
@@ -202,7 +210,7 @@ def take_steps(
     blank = tuple(jnp.zeros(shape, cache.dtype) for cache in slots.keys)
     numbers = jnp.arange(stride, dtype=jnp.int32)
 
-    def step(carry: tuple[Slots, _Fresh], number: Array) -> tuple[tuple[Slots, _Fresh], tuple[Choices, Any]]:
+    def step(carry: tuple[Slots, Any], number: Array) -> tuple[tuple[Slots, Any], tuple[Choices, Any]]:
         now, place = carry[0], begun + number
 
         def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, look: Look) -> tuple[Array, _Caches]:
@@ -230,23 +238,16 @@ def take_steps(
             made=made,
             status=jnp.where(making, _status(chosen.tokens, made, sampling), IDLE),
         )
-        return (after, _Fresh(*zip(*fresh, strict=True))), (chosen, kept)
+        return (after, tuple(zip(*fresh, strict=True))), (chosen, kept)
 
     # The cache does not change during the stride; the new keys are written to it once, after the last step.
-    start = (replace(slots, keys=(), values=()), _Fresh(blank, blank))
+    start = (replace(slots, keys=(), values=()), (blank, blank))
     (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
     # An idle slot may be in the middle of a prompt, so nothing is written there.
     busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
     write = functools.partial(_written, slot=busy, place=begun + numbers)
-    keys, values = (tuple(map(write, *pair)) for pair in ((slots.keys, fresh.keys), (slots.values, fresh.values)))
+    keys, values = (tuple(map(write, *pair)) for pair in zip((slots.keys, slots.values), fresh, strict=True))
     return replace(after, keys=keys, values=values), chosen, kept
-
-
-class _Fresh(NamedTuple):
-    """The keys and values of one stride, one array per layer: ``[groups, kv_heads, slots, stride, head_dim]``."""
-
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

@@ -73,11 +73,6 @@ def gate(gate: Array, up: Array, config: ModelConfig) -> Array:
     return (up + one) * (gate * jax.nn.sigmoid(gate * jnp.asarray(config.swiglu_alpha, gate.dtype)))
 
 
-def softcap(x: Array, cap: float | None) -> Array:
-    """Bound the values smoothly by ±cap."""
-    return x if cap is None else jnp.tanh(x / jnp.asarray(cap, x.dtype)) * jnp.asarray(cap, x.dtype)
-
-
 def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
     """Compute the MLP: down(activation(gate·x) · (up·x)), or down(activation(up·x)) if it is not gated."""
     up = linear(x, layer.up, layer.up_bias)
@@ -123,7 +118,7 @@ def encode(x: Array, dtype: str) -> Array:
     """Encode ``[…, width]`` as ``[…, width + 4]`` bytes: the numbers, and then the row's scale as a float32."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    scale = _int8_scale(largest) if dtype == "int8" else _float8_scale(largest)
+    scale = largest / 127.0 if dtype == "int8" else _float8_scale(largest)
     scale = jnp.where(scale < _TINY, 0.0, scale)
     part = jnp.where(scale > 0, wide / scale, 0.0)
     if dtype == "int8":
@@ -134,10 +129,6 @@ def encode(x: Array, dtype: str) -> Array:
     scale = jnp.where((jnp.abs(wide) < _LIMIT).all(axis=-1, keepdims=True), scale, jnp.nan)
     behind = jax.lax.bitcast_convert_type(scale[..., 0], jnp.int8)
     return jnp.concatenate([numbers, behind], axis=-1)
-
-
-def _int8_scale(largest: Array) -> Array:
-    return largest / 127.0
 
 
 def _float8_scale(largest: Array) -> Array:

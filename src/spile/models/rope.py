@@ -60,12 +60,11 @@ _KINDS: Mapping[str, Callable[[Rope, Vector], Vector]] = {
 }
 
 
-def frequencies(config: ModelConfig, rope: Rope | None = None, *, long: bool = False) -> Vector:
+def frequencies(config: ModelConfig, rope: Rope, *, long: bool = False) -> Vector:
     """Return the radians per position for each rotated pair, computed in float32 as the reference does.
 
     ``long``: those of samples beyond the original length (longrope).
     """
-    rope = rope or config.rope
     rotated = config.rotary_dim or config.head_dim
     exponent = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     power = np.power(np.float32(rope.theta), exponent)
@@ -77,21 +76,12 @@ def frequencies(config: ModelConfig, rope: Rope | None = None, *, long: bool = F
 
 
 def angles(
-    config: ModelConfig,
-    positions: Int[Array, "rows seq"],
-    rope: Rope | None = None,
-    lengths: Int[Array, "rows seq"] | None = None,
+    config: ModelConfig, positions: Int[Array, "rows seq"], rope: Rope, lengths: Int[Array, "rows seq"] | None
 ) -> Angles:
     """Return the cosines and sines of these positions, times the rope's amplitude.
 
-    Args:
-        config: The model.
-        positions: The position of each token in its sample.
-        rope: The rope; None: the config's.
-        lengths: For longrope, the length of each token's sample; None: no sample is longer than the original context.
-
+    ``lengths``: for longrope, the length of each token's sample; None: none is longer than the original context.
     """
-    rope = rope or config.rope
     freq = jnp.asarray(frequencies(config, rope))
     if rope.kind == "longrope" and lengths is not None:
         long = jnp.asarray(frequencies(config, rope, long=True))
@@ -120,7 +110,7 @@ def per_layer(
     """
     if config.learned_positions is not None:
         return (None,) * config.n_layers
-    everywhere = angles(config, positions, lengths=lengths)
+    everywhere = angles(config, positions, config.rope, lengths)
     local = everywhere if config.local_rope is None else angles(config, positions, config.local_rope, lengths)
     chosen = (everywhere if window is None else local for window in config.windows)
     return tuple(None if layer in config.no_rope else each for layer, each in enumerate(chosen))

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from spile.data.stream import open_stream
 from spile.models import model_files
 from spile.models.architecture import flops_per_token
-from spile.models.decoder import TapCollector, TokenInfo, hidden, keep_unchanged, layers_needed
+from spile.models.decoder import TapCollector, TokenInfo, hidden, layers_needed
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
 from spile.reading.dataset import stored_tokens
@@ -335,8 +335,8 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
     def step(params: Any, batch: jax.Array) -> jax.Array:
         # The maximum: the compiler could move a sum inside the products and remove them.
         tokens, positions, segments = (batch[:, part] for part in range(3))
-        nothing, attend, mix = TapCollector((), keep_unchanged), producer.attend, producer.mixture
-        x = hidden(params, TokenInfo(tokens, positions), segments, config, producer.runs, attend, mix, nothing)
+        info, attend, mix = TokenInfo(tokens, positions), producer.attend, producer.mixture
+        x = hidden(params, info, segments, config, producer.runs, attend, mix, TapCollector())
         return jnp.max(jnp.abs(x))
 
     inputs = [jax.device_put(pack(batch).rows, producer.rows_sharding) for batch in batches]
