@@ -7,15 +7,14 @@ standard error, and would otherwise take the lock of a running worker.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,11 +85,11 @@ def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterato
     """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
     if not available():
         raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="run: pip install 'spile[tpu]'")
-    with _compiler(program) as ask:
-        if not find_largest:
-            yield ask(rows)
-            return
+    ask = functools.partial(_compile, program)
+    if find_largest:
         yield from _bisect(ask, rows)
+    else:
+        yield ask(rows)
 
 
 def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
@@ -123,38 +122,21 @@ def largest(fits: list[Fit]) -> Fit | None:
     return max((fit for fit in fits if fit.fits), key=lambda fit: fit.rows, default=None)
 
 
-@contextmanager
-def _compiler(program: Program) -> Iterator[Callable[[int], Fit]]:
-    """Start the compiler's process and yield a function that compiles for a number of rows per device."""
+def _compile(program: Program, rows: int) -> Fit:
+    """Call :func:`compile_rows` in a new process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "XLA_"))}
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spile.planning.tpu_compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env={**environment, **_ENVIRONMENT},
-        )
-        requests, answers = process.stdin, process.stdout
-        assert requests is not None and answers is not None  # noqa: S101, PT018 - opened with pipes
-
-        def ask(rows: int) -> Fit:
-            try:
-                pickle.dump((program, rows), requests)
-                requests.flush()
-                fit: Fit = pickle.load(answers)  # noqa: S301 - from our own process
-                return fit
-            except (BrokenPipeError, EOFError) as error:
-                errors.seek(0)
-                lines = errors.read().decode(errors="replace").split("\n")
-                last = next((line.strip() for line in reversed(lines) if line.strip()), "no message")
-                raise Failure("the TPU compiler ended", found=last[:300]) from error
-
-        try:
-            yield ask
-        finally:
-            process.kill()
-            process.communicate()
+    done = subprocess.run(
+        [sys.executable, "-m", "spile.planning.tpu_compiler"],
+        input=pickle.dumps((program, rows)),
+        capture_output=True,
+        env={**environment, **_ENVIRONMENT},
+        check=False,
+    )
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.decode(errors="replace").split("\n") if line.strip()]
+        raise Failure("the TPU compiler ended", found=(lines or ["no message"])[-1][:300])
+    fit: Fit = pickle.loads(done.stdout)  # noqa: S301 - from our own process
+    return fit
 
 
 # -- in the compiler's process ----------------------------------------------------------------------------------------
@@ -226,18 +208,17 @@ def _topology_devices(machine: str) -> list[Any]:
     return list(description.devices)
 
 
-def _serve() -> None:
-    # Redirect what the compiler prints: the standard output is for results.
-    answers = os.fdopen(os.dup(1), "wb")
+def _main() -> None:
+    # Redirect what the compiler prints: the standard output is for the result.
+    result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    while True:
-        program, rows = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
-        pickle.dump(compile_rows(program, rows), answers)
-        answers.flush()
+    program, rows = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
+    with result:
+        pickle.dump(compile_rows(program, rows), result)
 
 
 if __name__ == "__main__":
     # Import this module under its own name, so that both processes pickle the same classes.
-    from spile.planning.tpu_compiler import _serve as serve
+    from spile.planning.tpu_compiler import _main as main
 
-    serve()
+    main()
