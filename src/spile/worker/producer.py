@@ -147,6 +147,18 @@ def pack(batch: Batch, block: int | None = None) -> Packed:
     return Packed(packed.reshape(groups * rows, 3, length), places)
 
 
+def rows_by_sample(batch: Batch, fetched: Iterable[Sequence[RowBlock]]) -> dict[int, list[npt.NDArray[Any]]]:
+    """Return the rows of each sample of a batch, by its index, at each tap. ``fetched`` comes from a producer."""
+    found: dict[int, list[npt.NDArray[Any]]] = {sample.index: [] for sample in batch.samples}
+    for of_tap in fetched:
+        for group, rows in of_tap:
+            start = 0
+            for sample in batch.of(group):
+                found[sample.index].append(rows[start : start + sample.rows])
+                start += sample.rows
+    return found
+
+
 def check_tokens(samples: Iterable[Sample], vocabulary: int) -> None:
     """Refuse token ids beyond the model's vocabulary: a device would silently use another embedding."""
     for sample in samples:

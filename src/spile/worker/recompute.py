@@ -28,10 +28,10 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.recomputation import Recompute, StoredRows, distances
 from spile.store.stream import read_run
-from spile.worker.batches import Batch, Sizes, batches
+from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
 from spile.worker.mesh import make_mesh, plan_mesh
-from spile.worker.producer import Producer
+from spile.worker.producer import rows_by_sample
 from spile.worker.resolve import model_of_run, steering_of_run
 from spile.worker.torch_backend import load_model, place_replicas, torch_devices
 from spile.worker.torch_producers import TorchProducer
@@ -102,10 +102,10 @@ class Recomputer:
             batch = replace(batch, rows=plan.rows(length), length=length)
             for producer in producers:
                 producer.prepare(batch)  # compiles both programs at the same time
-            reference = fresh = _rows_by_sample(batch, self.wide)
+            reference = fresh = rows_by_sample(batch, self.wide.fetch(self.wide.start(batch)))
             if len(producers) > 1:
                 with self._changed_embeddings(variant):
-                    fresh = _rows_by_sample(batch, self.own)
+                    fresh = rows_by_sample(batch, self.own.fetch(self.own.start(batch)))
             yield reference, fresh
 
     def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> Sizes:
@@ -182,17 +182,6 @@ class Recomputer:
                 yield
             finally:
                 producer.params = params
-
-
-def _rows_by_sample(batch: Batch, producer: Producer) -> _Rows:
-    """Compute a batch of one group; return the rows of each sample at each tap."""
-    blocks = [block.rows for (block,) in producer.fetch(producer.start(batch))]
-    found: _Rows = {}
-    start = 0
-    for sample in batch.samples:
-        found[sample.index] = [block[start : start + sample.rows] for block in blocks]
-        start += sample.rows
-    return found
 
 
 @contextmanager

@@ -352,8 +352,7 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
             platform()  # at once: there is no fallback for a device that the user names
         names = spec.stream_names if known is None else known.folders
         spec = replace(spec, backend=backend, stream_names=names)  # type: ignore[arg-type]
-        positions = files.config.learned_positions if backend == "jax" else learned_positions(files)
-        spec = _within_positions(spec, positions)
+        spec = within_positions(spec, files, backend)
         weights = threads.submit(_timed, progress, "the weights' checksum", files.weights_hash)
         return _resolve(spec, root, known, files, platform, weights)
 
@@ -447,11 +446,12 @@ def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabul
     return samples
 
 
-def _within_positions(spec: ExtractSpec, learned: int | None) -> ExtractSpec:
+def within_positions(spec: ExtractSpec, files: model_files.ModelFiles, backend: str) -> ExtractSpec:
     """Return a spec whose samples, answers included, are not longer than the model's learned positions.
 
     The default of ``--max-seq-length`` is lowered; another value that is too large is refused.
     """
+    learned = files.config.learned_positions if backend == "jax" else learned_positions(files)
     answer = 0 if spec.generation is None else spec.generation.max_new_tokens
     if learned is None or spec.data.max_seq_length + answer <= learned:
         return spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -26,17 +26,24 @@ from spile.models.weights import load
 from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
 from spile.spec.amounts import counted
-from spile.spec.positions import MEAN, choose_positions
+from spile.spec.positions import MEAN
 from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, PromptVersion, RunSpec, make_spec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
-from spile.worker.batches import Batch, Sizes, batches
+from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
-from spile.worker.producer import Producer, refuse_no_answers
-from spile.worker.resolve import check_editable, compute_dtype_for, find_model, prompt_tokenizer, use_device
-from spile.worker.torch_backend import learned_positions, load_replicas
+from spile.worker.producer import Producer, refuse_no_answers, rows_by_sample, with_positions
+from spile.worker.resolve import (
+    check_editable,
+    compute_dtype_for,
+    find_model,
+    prompt_tokenizer,
+    use_device,
+    within_positions,
+)
+from spile.worker.torch_backend import load_replicas
 from spile.worker.torch_producers import TorchProducer
 
 _ROWS_BYTES = 256 << 20
@@ -215,19 +222,11 @@ class Model:
         samples = [item for item in items if isinstance(item, Sample)]
         with self._lock:  # one call at a time: two would hold the device's memory of both
             found = self._compute(samples, wanted, edits)
-        names = [str(tap) for tap in wanted]
-        tapped = [
-            TappedSample(sample, {name: found[sample.index][name] for name in names}, self.tokenizer)
-            for sample in samples
-        ]
-        return Activations(tapped, names, [item for item in items if isinstance(item, Skip)])
+        tapped = [TappedSample(sample, found[sample.index], self.tokenizer) for sample in samples]
+        return Activations(tapped, [str(tap) for tap in wanted], [item for item in items if isinstance(item, Skip)])
 
     def _spec(self, taps: Sequence[str], options: Mapping[str, Any]) -> RunSpec:
-        own = self.spec.backend == "jax"
-        learned = self.files.config.learned_positions if own else learned_positions(self.files)
-        if learned is not None:
-            options = {"max_seq_length": min(2048, learned), **options}
-        spec = make_spec({**options, "taps": list(taps)}, source="spile.tap()")
+        spec = make_spec({**options, "taps": list(taps), "model": self.spec.model}, source="spile.tap()")
         if without_effect := sorted(set(options) - set(TapOptions.__annotations__)):
             raise SpecError(
                 without_effect[0],
@@ -237,10 +236,7 @@ class Model:
         if spec.positions == MEAN:
             fix = 'use acts.numpy(tap, positions="mean") on the result'
             raise SpecError("positions", expected="a choice of tokens", found="'mean'", fix=fix)
-        if learned is not None and spec.data.max_seq_length > learned:
-            expected = f"at most {learned}, the positions that {self.name} has learned"
-            raise SpecError("--max-seq-length", expected=expected, found=spec.data.max_seq_length)
-        return spec
+        return within_positions(spec, self.files, self.spec.backend)
 
     def _samples(self, data: Any, spec: RunSpec) -> list[Sample | Skip]:
         """Tokenize the data, and choose the positions whose rows are returned."""
@@ -256,12 +252,7 @@ class Model:
             tokenizer = prompt_tokenizer(self.files, spec.data.prompt, optional=True)
         stream = open_stream(source, tokenizer, self.files.config.vocab_size, whole=True)
         refuse_no_answers(spec, stream.prompt.kind)
-        return [
-            item
-            if isinstance(item, Skip)
-            else replace(item, positions=choose_positions(spec.positions, spec.data.seed, item.index, item.roles))
-            for item in stream.read(Ranges())
-        ]
+        return list(with_positions(stream.read(Ranges()), spec))
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -282,15 +273,12 @@ class Model:
         producer = self._edited_producer(taps, edits) if edits else self._producers.get(taps)
         if producer is None:
             producer = self._producers[taps] = self._producer(taps)
-        names = {number: str(tap) for number, tap in enumerate(taps) if tap in wanted}
-        found: dict[int, dict[str, _Array]] = {sample.index: {} for sample in samples}
-        whole = [replace(sample, positions=None) for sample in samples]
-        chosen = {sample.index: sample for sample in samples}
-        for batch in batches(whole, self._plan(samples, taps, producer.groups)):
-            blocks = list(producer.fetch(producer.start(batch)))
-            for number, name in names.items():
-                for index, rows in _by_sample(batch, blocks[number]):
-                    found[index][name] = as_float32(chosen[index].of_rows(rows)).copy()
+        found: dict[int, dict[str, _Array]] = {}
+        for batch in batches(samples, self._plan(samples, taps, producer.groups)):
+            for index, rows in rows_by_sample(batch, producer.fetch(producer.start(batch))).items():
+                by_tap = dict(zip(taps, rows, strict=True))
+                # A copy: the memory of the rows is used again.
+                found[index] = {str(tap): np.array(as_float32(by_tap[tap])) for tap in wanted}
         return found
 
     def _edited_producer(self, taps: tuple[Tap, ...], edits: tuple[tuple[Tap, EditFunction], ...]) -> Producer:
@@ -322,11 +310,9 @@ class Model:
 
     def _plan(self, samples: Sequence[Sample], taps: Sequence[Tap], groups: int) -> Sizes:
         """Return a plan whose batches hold all samples in few shapes."""
-        config = self.files.config
-        width = sum(4 * config.d_model for _ in taps)
-        most = max(_LEAST_TOKENS, min(_MOST_TOKENS, _ROWS_BYTES // max(1, width)))
-        total = sum(map(len, samples))
-        tokens = 1 << max(_LEAST_TOKENS, min(most, -(-total // groups)) - 1).bit_length() if total else _LEAST_TOKENS
+        row_bytes = 4 * self.files.config.d_model * max(1, len(taps))
+        most = min(_MOST_TOKENS, _ROWS_BYTES // row_bytes, -(-sum(map(len, samples)) // groups))
+        tokens = 1 << (max(_LEAST_TOKENS, most) - 1).bit_length()
         longest = max(map(len, samples), default=1)
         return Sizes(tokens, None, longest, groups=groups, shortest_row=_LEAST_TOKENS)
 
@@ -405,12 +391,3 @@ def _exists(tap: Tap, files: ModelFiles) -> bool:
     except SpecError:
         return False
     return True
-
-
-def _by_sample(batch: Batch, blocks: Sequence[Any]) -> Iterator[tuple[int, _Array]]:
-    """Yield the index and the rows of each sample of a batch at one tap."""
-    for block in blocks:
-        start = 0
-        for sample in batch.of(block.group):
-            yield sample.index, block.rows[start : start + len(sample)]
-            start += len(sample)
