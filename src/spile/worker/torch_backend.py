@@ -102,17 +102,11 @@ def _example(model: Any, layer: int | None) -> str:
 
 
 def _child(module: Any, names: Sequence[str]) -> Any:
-    return next((getattr(module, name) for name in names if module is not None and hasattr(module, name)), None)
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 def _at(module: Any, side: Side) -> Place | None:
     return None if module is None else Place(module, side)
-
-
-def _attention(_model: Any, layer: Any) -> Any:
-    """Return the attention module. In layers like BERT's it is inside of one that adds the residual stream."""
-    found = _child(layer, _ATTENTION)
-    return found.self if _like_bert(layer) else found
 
 
 def _like_bert(layer: Any) -> bool:
@@ -120,32 +114,36 @@ def _like_bert(layer: Any) -> bool:
     return hasattr(getattr(layer, "output", None), "dense") and hasattr(getattr(layer, "attention", None), "self")
 
 
-def _ending(layer: Any, part: str) -> Any:
-    """Return the last matrix of ``attention`` or ``mlp`` in a layer like BERT's, else None."""
-    if not _like_bert(layer):
-        return None
-    return (layer.attention if part == "attention" else layer).output.dense
-
-
-def _added(layer: Any, after: str, inner: Any) -> Place | None:
-    """Hook what a part adds to the residual stream: its output, or the output of the norm after it."""
-    if _like_bert(layer):
-        return _at(_ending(layer, "attention" if "attention" in after else "mlp"), "output")
-    own = _child(layer, (after.replace("attention", "self_attn").replace("feedforward", "mlp"),))
-    if own is not None:  # GLM-4
-        return _at(own, "output")
-    behind = hasattr(layer, "pre_feedforward_layernorm") or not (
-        hasattr(layer, "input_layernorm") or not hasattr(layer, "post_feedforward_layernorm")
-    )
-    return _at(getattr(layer, after) if behind else inner, "output")
+def _attention(layer: Any) -> Any:
+    """Return the attention module. In layers like BERT's it is inside of one that adds the residual stream."""
+    return layer.attention.self if _like_bert(layer) else _child(layer, _ATTENTION)
 
 
 def _mlp(layer: Any) -> Any:
     return _child(layer, _MLP)
 
 
-def _down(layer: Any) -> Any:
-    return _child(_mlp(layer) or layer, _DOWN)
+def _attention_out(layer: Any) -> Any:
+    return layer.attention.output.dense if _like_bert(layer) else _child(_attention(layer), _O)
+
+
+def _mlp_out(layer: Any) -> Any:
+    return layer.output.dense if _like_bert(layer) else _child(_mlp(layer) or layer, _DOWN)
+
+
+def _added(layer: Any, part: Any, out: Any, norms: tuple[str, str]) -> Place | None:
+    """Hook what attention or MLP adds to the residual stream: its output, or the output of the norm after it.
+
+    The norm has the first of the names in GLM-4, and the second in Gemma and OLMo. In other models,
+    ``post_attention_layernorm`` is the norm before the MLP. ``out`` is the last matrix of the part.
+    """
+    if _like_bert(layer):
+        return _at(out, "output")
+    gemma = hasattr(layer, "pre_feedforward_layernorm")
+    olmo = hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
+    if hasattr(layer, norms[0]) or gemma or olmo:
+        return _at(_child(layer, norms), "output")
+    return _at(part or out, "output")
 
 
 def _resid_mid(model: Any, layer: Any) -> Place | None:
@@ -159,51 +157,44 @@ def _resid_mid(model: Any, layer: Any) -> Place | None:
     return _at(_child(layer, _MIDDLE), "input")
 
 
-def _heads(site: str) -> Callable[[Any, Any], Place | None]:
-    """Return a finder for queries, keys or values, whether their matrices are separate or fused."""
-
-    def find(model: Any, layer: Any) -> Place | None:
-        attention = _attention(model, layer)
-        own = _child(attention, _SEPARATE[site])
-        if own is not None:
-            return Place(own, "output")
-        fused = _child(attention, _FUSED)
-        if fused is None:
-            return None
-        return Place(fused, "output", _third(model, site, hasattr(attention, "query_key_value")))
-
-    return find
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _third(model: Any, site: str, interleaved: bool) -> Part:
-    config = text_config(model.config)
-    heads = config.num_attention_heads
+def _heads(site: str, model: Any, layer: Any) -> Place | None:
+    """Find queries, keys or values, whether their matrices are separate or fused."""
+    attention = _attention(layer)
+    own = _child(attention, _SEPARATE[site])
+    if own is not None:
+        return Place(own, "output")
+    fused = _child(attention, _FUSED)
+    if fused is None:
+        return None
+    config, place = text_config(model.config), "qkv".index(site)
+    heads, head_dim = config.num_attention_heads, _head_dim(config)
     keys = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes = [heads * head_dim, keys * head_dim, keys * head_dim]
-    place = "qkv".index(site)
+    if hasattr(attention, "query_key_value"):  # interleaved: the query, key and value of each head
+        return Place(fused, "output", lambda x: x.unflatten(-1, (heads, 3, head_dim))[..., place, :].flatten(-2))
+    return Place(fused, "output", lambda x: x.split(sizes, dim=-1)[place])
 
-    def part(value: Any) -> Any:
-        if interleaved:
-            return value.unflatten(-1, (heads, 3, head_dim))[..., place, :].flatten(-2)
-        return value.split(sizes, dim=-1)[place]
 
-    return part
-
+_ATTENTION_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
+_MLP_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
 
 _FINDERS: dict[str, Callable[[Any, Any], Place | None]] = {
     "residual": lambda _, layer: _at(layer, "output"),
     "resid_pre": lambda _, layer: _at(layer, "input"),
-    "attn": lambda model, layer: _added(layer, "post_attention_layernorm", _attention(model, layer)),
-    "mlp": lambda _, layer: _added(layer, "post_feedforward_layernorm", _mlp(layer) or _child(layer, _DOWN)),
-    "attn_in": lambda model, layer: _at(_attention(model, layer), "input"),
+    "attn": lambda _, layer: _added(layer, _attention(layer), _attention_out(layer), _ATTENTION_NORMS),
+    "mlp": lambda _, layer: _added(layer, _mlp(layer), _mlp_out(layer), _MLP_NORMS),
+    "attn_in": lambda _, layer: _at(_attention(layer), "input"),
     "mlp_in": lambda _, layer: _at(_mlp(layer) or _child(layer, ("fc1", "intermediate")), "input"),
-    "mlp_hidden": lambda _, layer: _at(_ending(layer, "mlp") or _down(layer), "input"),
+    "mlp_hidden": lambda _, layer: _at(_mlp_out(layer), "input"),
     "resid_mid": _resid_mid,
-    "q": _heads("q"),
-    "k": _heads("k"),
-    "v": _heads("v"),
-    "z": lambda model, layer: _at(_ending(layer, "attention") or _child(_attention(model, layer), _O), "input"),
+    "q": functools.partial(_heads, "q"),
+    "k": functools.partial(_heads, "k"),
+    "v": functools.partial(_heads, "v"),
+    "z": lambda _, layer: _at(_attention_out(layer), "input"),
     "router": lambda _, layer: _at(_child(_mlp(layer), _ROUTER), "output"),
     "embed": lambda model, _: _at(model.get_input_embeddings(), "output"),
     "final_norm": lambda model, _: _at(model.get_output_embeddings(), "input"),
@@ -229,30 +220,32 @@ class Hooks:
                 "--taps", expected="taps of a model without an LM head", found=", ".join(headless), fix="leave them out"
             )
         self._places = {tap: find_place(model, layers, tap) for tap in taps if tap.site not in _OF_LOGITS}
-        last = self._last_layer(layers)
-        self._unneeded = layers[last + 1] if last is not None and last + 1 < len(layers) else None
-
-    def _last_layer(self, layers: Sequence[Any]) -> int | None:
-        """Return the last layer that a tap needs, -1 if none needs one, or None if a tap comes after the layers."""
-        if len(self._places) < len(self.taps):
-            return None
         number = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-        needed = [
-            -1 if tap.site == "embed" else number.get(id(place.module), len(layers)) if tap.layer is None else tap.layer
-            for tap, place in self._places.items()
-        ]
-        return max(needed, default=-1)
+        number[id(model.get_input_embeddings())] = -1
+        last = max((number.get(id(place.module), len(layers)) for place in self._places.values()), default=-1)
+        of_layers = len(self._places) == len(self.taps) and last + 1 < len(layers)
+        self._unneeded = layers[last + 1] if of_layers else None
+        """The first layer that no tap needs."""
 
     @contextmanager
-    def capture(self, keep: Callable[[Tap, Any], None]) -> Iterator[None]:
-        """Pass the value of each tap to ``keep`` as it is computed, while the context is open."""
+    def capture(self, keep: Callable[[Tap, Any], None], *, stop_early: bool = False) -> Iterator[None]:
+        """Pass the value of each tap to ``keep`` as it is computed, while the context is open.
+
+        ``stop_early``: raise an exception, which the context suppresses, before the first layer that no tap needs.
+        """
 
         def keep_heads(tap: Tap, value: Any) -> None:
             keep(tap, _heads_of(tap, value, self.model))
 
+        def stop(_module: Any, _args: Any) -> None:
+            raise _AllTapsComputed
+
         handles = [_hook(place, functools.partial(keep_heads, tap)) for tap, place in self._places.items()]
+        if stop_early and self._unneeded is not None:
+            handles.append(self._unneeded.register_forward_pre_hook(stop))
         try:
-            yield
+            with suppress(_AllTapsComputed):
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -265,26 +258,12 @@ class Hooks:
         kept: dict[Tap, Any] = {}
         needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
         needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
-        with inference_on(self.model), self.capture(kept.__setitem__), self._stopping(), suppress(_AllTapsComputed):
+        with inference_on(self.model), self.capture(kept.__setitem__, stop_early=True):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
             kept.update(_of_logits(out.logits, tokens, follows, self.taps))
         rows, length = tokens.shape
         return {tap: value.reshape(rows, length, -1) for tap, value in kept.items()}
-
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """End a forward pass before the first layer that no tap needs, while the context is open."""
-
-        def stop(_module: Any, _args: Any) -> None:
-            raise _AllTapsComputed
-
-        handle = None if self._unneeded is None else self._unneeded.register_forward_pre_hook(stop)
-        try:
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
 
 
 def body_of(model: Any) -> Any:
@@ -323,25 +302,21 @@ def nearly_equal(left: Any, right: Any, dtype: Any) -> bool:
 
 
 def _hook(place: Place, keep: Callable[[Any], None]) -> Any:
-    if place.side == "output":
-        return place.module.register_forward_hook(lambda _module, _inputs, output: keep(place.part(_first(output))))
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        keep(place.part(output[0] if isinstance(output, tuple | list) else output))
 
     def before(_module: Any, args: Any, kwargs: Any) -> None:
         keep(place.part(args[0] if args else kwargs["hidden_states"]))
 
+    if place.side == "output":
+        return place.module.register_forward_hook(after)
     return place.module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple | list) else output
 
 
 def _heads_of(tap: Tap, value: Any, model: Any) -> Any:
     if tap.heads is None:
         return value
-    config = text_config(model.config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return value.unflatten(-1, (-1, head_dim))[..., list(tap.heads), :]
+    return value.unflatten(-1, (-1, _head_dim(text_config(model.config))))[..., list(tap.heads), :]
 
 
 def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
