@@ -32,7 +32,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.worker.batches import Batch
 from spile.worker.device import DeviceProducer
-from spile.worker.mesh import default_shape, make_mesh, plan_mesh
+from spile.worker.mesh import MeshPlan, default_shape, make_mesh
 from spile.worker.resolve import compute_dtype_for
 from spile_fakes.random_weights import random
 
@@ -52,7 +52,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
     layers = layers_needed(taps, config.n_layers)
     shape = default_shape(config, count, itemsize, memory, layers)
     mesh = make_mesh(shape, devices)
-    place = plan_mesh(config, shape).place(mesh)
+    place = MeshPlan(config, *shape).place(mesh)
     known = {"unrolled": one_run_per_layer(layers), "scan": choose_runs(config, taps, layers, itemsize)}
     runs = known[way]
     params = placed(config, dtype, runs, place)

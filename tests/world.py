@@ -133,13 +133,13 @@ class NumpyProducer(Producer):
         assert isinstance(pending, Batch)
         time.sleep(self.seconds)
         packed = pack(pending)
-        return [[self._block(pending, packed, tap, group) for group in self.owned] for tap in range(len(TAPS))]
+        return [[self._block(pending, *packed, tap, group) for group in self.owned] for tap in range(len(TAPS))]
 
-    def _block(self, batch: Batch, packed, tap: int, group: int) -> RowBlock:
-        rows = packed.rows.reshape(self.groups, batch.rows, 3, batch.length)[group]
+    def _block(self, batch: Batch, packed, places, tap: int, group: int) -> RowBlock:
+        rows = packed.reshape(self.groups, batch.rows, 3, batch.length)[group]
         whole = np.concatenate([_values(tokens, positions, tap) for tokens, positions, _ in rows])
         real = sum(sample.rows for sample in batch.of(group))
-        rows = whole[packed.places[group]]
+        rows = whole[places[group]]
         rows[real:] = np.nan
         return RowBlock(group, rows)
 

@@ -46,14 +46,14 @@ from spile.models.decoder import head_needed
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.generator import GenerationPrograms, Generator
-from spile.worker.mesh import make_mesh, plan_mesh
+from spile.worker.mesh import MeshPlan, make_mesh
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.models.weights import load
 
 def lying(files, shape, head):
-    mesh, plan = make_mesh(shape, jax.devices()[: shape[0] * shape[1]]), plan_mesh(files.config, shape)
+    mesh, plan = make_mesh(shape, jax.devices()[: shape[0] * shape[1]]), MeshPlan(files.config, *shape)
     return mesh, load(files, "float32", None, plan.place(mesh), head=head)
 
 def check_rows(case, files, shape):

@@ -13,7 +13,7 @@ import numpy as np
 from spile.models import model_files, weights
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
-from spile.worker.mesh import make_mesh, plan_mesh
+from spile.worker.mesh import MeshPlan, make_mesh
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.models.weights import load
@@ -28,7 +28,7 @@ SAMPLES = [
 
 def rows(shape):
     devices = jax.devices()[: shape[0] * shape[1]]
-    mesh, plan = make_mesh(shape, devices), plan_mesh(FILES.config, shape)
+    mesh, plan = make_mesh(shape, devices), MeshPlan(FILES.config, *shape)
     producer = DeviceProducer(
         load(FILES, "float32", 2, plan.place(mesh)), FILES.config, TAPS, store_dtype="float32", mesh=mesh,
         attention="xla", dtype="float32",

@@ -339,7 +339,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
         x = hidden(params, info, segments, config, producer.runs, attend, mix, TapCollector())
         return jnp.max(jnp.abs(x))
 
-    inputs = [jax.device_put(pack(batch).rows, producer.rows_sharding) for batch in batches]
+    inputs = [jax.device_put(pack(batch)[0], producer.rows_sharding) for batch in batches]
     shapes = {array.shape: array for array in inputs}
     with ThreadPoolExecutor(_COMPILERS) as pool:
         compiled = pool.map(lambda array: jax.jit(step).lower(producer.params, array).compile(), shapes.values())

@@ -147,12 +147,11 @@ def compile_rows(program: Program, rows: int) -> Fit:
     import jax
     import jax.numpy as jnp
 
-    from spile.models.attention import choose
     from spile.models.decoder import head_needed, layers_needed
     from spile.models.params import choose_runs, placed
     from spile.worker.batches import AHEAD
     from spile.worker.device import DeviceProducer
-    from spile.worker.mesh import default_shape, make_mesh, plan_mesh
+    from spile.worker.mesh import MeshPlan, default_shape, make_mesh
 
     machine, config = parse_machine(program.machine), program.config
     devices = _topology_devices(program.machine)
@@ -160,7 +159,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     layers, head = layers_needed(program.taps, config.n_layers), head_needed(program.taps)
     itemsize = jnp.dtype(program.dtype).itemsize
     shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
-    mesh, plan = make_mesh(shape, devices), plan_mesh(config, shape)
+    mesh, plan = make_mesh(shape, devices), MeshPlan(config, *shape)
     runs = choose_runs(config, program.taps, layers, itemsize)
     producer = DeviceProducer(
         placed(config, program.dtype, runs, plan.place(mesh), head=head),
@@ -168,11 +167,10 @@ def compile_rows(program: Program, rows: int) -> Fit:
         program.taps,
         store_dtype=program.store_dtype,
         mesh=mesh,
-        attention=choose(config, "tpu", program.dtype),
         dtype=program.dtype,
         runs=runs,
     )
-    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(config, itemsize, layers, head=head))
+    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(itemsize, layers, head=head))
     began = time.perf_counter()
     try:
         compiled = producer.compile((rows, program.length, rows * program.length))

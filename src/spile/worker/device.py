@@ -37,7 +37,7 @@ from spile.spec.positions import ALL, MEAN
 from spile.spec.run import ExtractSpec
 from spile.spec.taps import SCALED, Tap
 from spile.worker.batches import Batch
-from spile.worker.mesh import AXES, default_shape, describe_mesh, device_memory, make_mesh, plan_mesh
+from spile.worker.mesh import AXES, MeshPlan, arrange_devices, describe_mesh
 from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
 from spile.worker.progress import Progress
 from spile.worker.sizes import UNRELEASED, choose_sizes
@@ -52,7 +52,6 @@ _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-inv
 which takes twice the memory of the weights; without this pass it converts those of one layer at a time."""
 _POLL = 0.1
 """Seconds between checks whether a wait for a program is given up."""
-
 
 _BLOCK_PARTS = (64, 16, 4)
 """With ``--positions``, the rows of a batch leave the device in a block of 1/64, 1/16, 1/4 or all of the batch."""
@@ -114,8 +113,8 @@ class DeviceProducer(Producer):
         *,
         store_dtype: str,
         mesh: Mesh,
-        attention: str,
         dtype: str,
+        attention: str | None = None,
         block: int = 0,
         positions: str = ALL,
         progress: Progress | None = None,
@@ -128,12 +127,16 @@ class DeviceProducer(Producer):
         """How the layers of ``params`` are stacked."""
         self._options = options
         self._tap_groups = tap_groups(taps, self.runs)
+        self._order = [number for group in self._tap_groups for number in group]
+        """The numbers of the taps in the order in which they arrive from the device."""
         self._store_dtype = store_dtype
-        self.mesh, self.attention, self.dtype = mesh, attention, dtype
+        platform = mesh.devices.flat[0].platform
+        self.attention = attention or choose(config, platform, dtype, taps)
+        self.mesh, self.dtype = mesh, dtype
         self.groups = mesh.size
-        plan = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"]))
-        self.attend = plan.attention(attention, mesh, config)
-        self.mixture = plan.mixture(mesh.devices.flat[0].platform, mesh, config)
+        plan = MeshPlan(config, *mesh.devices.shape)
+        self.attend = plan.attention(self.attention, mesh)
+        self.mixture = plan.mixture(mesh)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[_Shape, Future[Callable[..., Any]]] = {}
@@ -146,7 +149,6 @@ class DeviceProducer(Producer):
         # The devices of one model-parallel set compute the same batch rows; each then sends a group of its own.
         self.rows_sharding = NamedSharding(mesh, PartitionSpec("data"))
         self.groups_sharding = NamedSharding(mesh, PartitionSpec(AXES))
-        platform = mesh.devices.flat[0].platform
         self.host_sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
         """The sharding of rows that are sent to the host: ``[taps of a group, groups, rows, width]``."""
         if platform in ("gpu", "tpu"):
@@ -164,13 +166,11 @@ class DeviceProducer(Producer):
         return f"{describe_mesh(self.mesh)}, {self.dtype}, {self.attention} attention"
 
     def close(self) -> None:
-        """Stop compiling: a run that ends early does not wait for programs that are not needed."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     # -- programs -------------------------------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
-        """Compile for batches like this one in the background, if that was not done before."""
         self._program(self._shape(batch))
 
     def reserve(self, size: int) -> None:
@@ -213,7 +213,6 @@ class DeviceProducer(Producer):
             return self._programs[shape]
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Wait for the program of a batch. Compilation may take minutes, so a signal gives the wait up."""
         shape = self._shape(batch)
         program = self._program(shape)
         waiting: list[Future[Any]] = [work for work in (program, self._pool) if not work.done()]
@@ -287,11 +286,9 @@ class DeviceProducer(Producer):
         check_tokens(batch.samples, self.config.vocab_size)
         shape = self._shape(batch)
         program = self._wait_for(shape)
-        packed = pack(batch, shape[2])
+        rows, places = pack(batch, shape[2])
         try:
-            arrays, finite = program(
-                self.params, put(packed.rows, self.rows_sharding), put(packed.places, self.groups_sharding)
-            )
+            arrays, finite = program(self.params, put(rows, self.rows_sharding), put(places, self.groups_sharding))
             arrays = [array if self._is_sent(array) else jax.device_put(array, self.host_sharding) for array in arrays]
             if shape not in self._proven:
                 jax.block_until_ready(arrays)
@@ -316,9 +313,7 @@ class DeviceProducer(Producer):
         self._progress.phase(Phase.RUNNING)
         return program
 
-    def fetch(self, pending: object) -> Sequence[Sequence[RowBlock]]:
-        """Wait for a batch and return views of its rows, without a copy."""
-        assert isinstance(pending, _Pending)  # noqa: S101 - start returned it
+    def fetch(self, pending: _Pending) -> Sequence[Sequence[RowBlock]]:
         try:
             finite = np.concatenate([np.asarray(part.data) for part in pending.finite.addressable_shards], axis=1)
             stacks = [_blocks(array) for array in pending.arrays]
@@ -326,15 +321,11 @@ class DeviceProducer(Producer):
             raise convert_error(error) from error
         if not finite.all():
             self._refuse_infinite(finite)
-        blocks = dict(zip(self._arrival_order(), (blocks for stack in stacks for blocks in stack), strict=True))
+        blocks = dict(zip(self._order, (blocks for stack in stacks for blocks in stack), strict=True))
         return [blocks[number] for number in range(len(self.taps))]
 
-    def _arrival_order(self) -> list[int]:
-        """Return the numbers of the taps in the order in which they arrive from the device."""
-        return [number for group in self._tap_groups for number in group]
-
     def _refuse_infinite(self, finite: np.ndarray[Any, Any]) -> None:
-        found = sorted(number for number, good in zip(self._arrival_order(), finite, strict=True) if not good.all())
+        found = sorted(number for number, good in zip(self._order, finite, strict=True) if not good.all())
         bad = ", ".join(str(self.taps[number]) for number in found)
         fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
@@ -400,34 +391,21 @@ def place_model(
 ) -> DeviceProducer:
     """Load a model onto all devices, including those of the other hosts of a pod.
 
-    While the weights are read, the first program is compiled and the pinned memory is allocated.
-
-    Args:
-        files: The files of the model.
-        taps: The taps to compute.
-        spec: The run spec, with backend and dtype chosen.
-        row_bytes: What one token takes in a shard.
-        progress: Counters, messages and the timeline.
-        prepare: Calls :meth:`DeviceProducer.prepare` for the first batch.
-        steering: Changes of taps.
-
+    While the weights are read, the first program is compiled and the pinned memory is allocated. ``prepare`` calls
+    :meth:`DeviceProducer.prepare` for the first batch. ``row_bytes`` is what one token takes in a shard.
     """
     config, dtype = files.config, spec.dtype
     layers, head = layers_needed(taps, config.n_layers), head_needed(taps)
-    itemsize = jnp.dtype(dtype).itemsize
-    shape = spec.mesh_shape or default_shape(config, jax.device_count(), itemsize, device_memory(), layers, head=head)
-    mesh, plan = make_mesh(shape), plan_mesh(config, shape)
-    for note in plan.notes(config):
-        progress.log(note)
+    mesh, plan = arrange_devices(config, dtype, spec.mesh_shape, layers, head=head, log=progress.log)
     place, sizes = plan.place(mesh), choose_sizes(spec, row_bytes)
-    runs, steering = choose_runs(config, taps, layers, itemsize), place_steering(steering, mesh)
+    runs = choose_runs(config, taps, layers, jnp.dtype(dtype).itemsize)
+    steering = place_steering(steering, mesh)
     producer = DeviceProducer(
         replace(placed(config, dtype, runs, place, head=head), steering=steering),
         config,
         taps,
         store_dtype=spec.store_dtype,
         mesh=mesh,
-        attention=choose(config, mesh.devices.flat[0].platform, dtype, taps),
         dtype=dtype,
         block=sizes.batch_tokens,
         positions=spec.positions,

@@ -45,7 +45,7 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
 from spile.worker.device import convert_error, place_steering, put
-from spile.worker.mesh import default_shape, describe_mesh, device_memory, make_mesh, plan_mesh
+from spile.worker.mesh import MeshPlan, arrange_devices, describe_mesh, device_memory
 from spile.worker.producer import Answer, OutOfDeviceMemory, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.sizes import first_lengths, host_memory
@@ -145,7 +145,7 @@ class GenerationPrograms:
         self._prompt_taps = taps if self.capture in ("prompt", "both") else ()
         self._answer_taps = taps if self.capture in ("answer", "both") else ()
         platform = mesh.devices.flat[0].platform
-        mixture = plan_mesh(config, (mesh.shape["data"], mesh.shape["model"])).mixture(platform, mesh, config)
+        mixture = MeshPlan(config, *mesh.devices.shape).mixture(mesh)
         self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
         # A kernel is not partitioned by the compiler, so several devices read with plain XLA.
         self._attention = choose(config, platform, dtype) if mesh.size == 1 else "xla"
@@ -449,21 +449,17 @@ def _by_row(array: jax.Array) -> dict[int, npt.NDArray[np.generic]]:
 def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progress, reader: SampleReader) -> Generator:
     """Load the model onto all devices, with a cache whose memory is checked before it is allocated."""
     spec, config, dtype = run.spec, run.files.config, run.spec.dtype
-    itemsize, memory = jnp.dtype(dtype).itemsize, device_memory()
-    shape = spec.mesh_shape or default_shape(config, jax.device_count(), itemsize, memory)
-    mesh, layout = make_mesh(shape), plan_mesh(config, shape)
-    for note in layout.notes(config):
-        progress.log(note)
-    split = shape[1] if config.n_kv_heads % shape[1] == 0 else 1
+    mesh, layout = arrange_devices(config, dtype, spec.mesh_shape, log=progress.log)
+    split = layout.model if config.n_kv_heads % layout.model == 0 else 1
     longest, answers = _prompts(run, reader)
     plan = plan_slots(
         longest,
         generation.max_new_tokens,
         -(-slot_bytes(config, 1, dtype) // split),
-        layout.weight_bytes(config, itemsize, head=True),
-        memory,
+        layout.weight_bytes(jnp.dtype(dtype).itemsize, head=True),
+        device_memory(),
         spec.batch_size,
-        None if answers is None else -(-answers // shape[0]),
+        None if answers is None else -(-answers // layout.data),
     )
     weights = load(run.files, dtype, None, layout.place(mesh), head=True)
     programs = GenerationPrograms(

@@ -8,14 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -48,89 +48,65 @@ _WEIGHTS_PART = 0.4
 class MeshPlan:
     """How a model is distributed over ``data × model`` devices. No device is needed to make it."""
 
+    config: ModelConfig
     data: int
     model: int
-    units: Mapping[str, int] = field(default_factory=dict)
-    """The number of indivisible parts of a logical axis, if it is not its size: heads, not heads × head_dim."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(data, model)."""
-        return self.data, self.model
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Return the partition of a tensor: each mesh axis is used at most once, and only if it divides evenly."""
-        used: set[str] = set()
+        heads = {"heads": self.config.n_heads, "kv_heads": self.config.n_kv_heads}  # heads are not divided
         parts: list[str | None] = []
         for axis, size in zip(axes, shape, strict=True):
-            target = RULES[axis] if axis is not None else None
-            fits = target is not None and target not in used and self._divides(axis, size)
-            parts.append(target if fits else None)
-            used |= {target} if fits and target is not None else set()
+            target = None if axis is None else RULES[axis]
+            divides = size % self.model == 0 and heads.get(axis or "", size) % self.model == 0
+            parts.append(target if divides and target not in parts else None)
         return PartitionSpec(*parts)
 
-    def _divides(self, axis: str | None, size: int) -> bool:
-        return self.units.get(axis or "", size) % self.model == 0 and size % self.model == 0
-
-    def place(self, mesh: Mesh) -> Any:
+    def place(self, mesh: Mesh) -> Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]:
         """Return the function for ``weights.load`` that maps axes and shape of a tensor to its sharding."""
+        return lambda axes, shape: NamedSharding(mesh, self.spec(axes, shape))
 
-        def sharding(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> Sharding:
-            return NamedSharding(mesh, self.spec(axes, shape))
-
-        return sharding
-
-    def notes(self, config: ModelConfig) -> list[str]:
+    def notes(self) -> list[str]:
         """Return messages about axes that are replicated because they do not divide evenly."""
-        if self.model == 1:
-            return []
         sizes = {
-            "heads": config.n_heads,
-            "kv_heads": config.n_kv_heads,
-            "d_ff": config.d_ff,
-            "vocab": config.vocab_size,
+            "heads": self.config.n_heads,
+            "key/value heads": self.config.n_kv_heads,
+            "MLP columns": self.config.d_ff,
+            "vocabulary rows": self.config.vocab_size,
         }
-        names = {"heads": "heads", "kv_heads": "key/value heads", "d_ff": "MLP columns", "vocab": "vocabulary rows"}
         return [
-            f"{size} {names[axis]} do not divide over {self.model} devices (model axis): replicated on each"
-            for axis, size in sizes.items()
+            f"{size} {name} do not divide over {self.model} devices (model axis): replicated on each"
+            for name, size in sizes.items()
             if size % self.model
         ]
 
-    def attention(self, name: str, mesh: Mesh, config: ModelConfig) -> str | Attention:
+    def attention(self, name: str, mesh: Mesh) -> str | Attention:
         """Return the attention implementation, mapped over the mesh if the compiler cannot partition it."""
         if name == "xla" or mesh.size == 1:
             return name
-        whole_heads = config.n_heads % self.model == 0 and config.n_kv_heads % self.model == 0
+        whole_heads = self.config.n_heads % self.model == 0 and self.config.n_kv_heads % self.model == 0
         if self.model == 1 or not whole_heads:
             # Heads do not divide evenly: each device of a model-parallel set computes a part of the batch rows.
             return over_mesh(name, mesh, AXES, None)
         return over_mesh(name, mesh, "data", "model")
 
-    def mixture(self, platform: str, mesh: Mesh, config: ModelConfig) -> str | Mixture:
+    def mixture(self, mesh: Mesh) -> str | Mixture:
         """Return how tokens reach their experts: each device computes its batch rows with its part of every expert."""
-        name = choose_mixture(platform)
-        if config.experts is None or mesh.size == 1:
+        name = choose_mixture(mesh.devices.flat[0].platform)
+        if self.config.experts is None or mesh.size == 1:
             return name
-        return mixture_over_mesh(name, mesh, whole=config.experts.d_ff % self.model != 0)
+        return mixture_over_mesh(name, mesh, whole=self.config.experts.d_ff % self.model != 0)
 
-    def weight_bytes(
-        self, config: ModelConfig, itemsize: int, n_layers: int | None = None, *, head: bool = False
-    ) -> int:
+    def weight_bytes(self, itemsize: int, n_layers: int | None = None, *, head: bool = False) -> int:
         """Return the bytes of weights on each device."""
         sizes: list[int] = []
 
         def count(_: str, tensor: Tensor) -> None:
-            split = sum(part is not None for part in self.spec(tensor.axes, tensor.shape))
+            split = any(self.spec(tensor.axes, tensor.shape))
             sizes.append(math.prod(tensor.shape) * itemsize // (self.model if split else 1))
 
-        build(config, n_layers, count, head=head)
+        build(self.config, n_layers, count, head=head)
         return sum(sizes)
-
-
-def plan_mesh(config: ModelConfig, shape: tuple[int, int]) -> MeshPlan:
-    """Return the plan for a model on a mesh of this shape."""
-    return MeshPlan(*shape, units={"heads": config.n_heads, "kv_heads": config.n_kv_heads})
 
 
 def default_shape(
@@ -155,12 +131,29 @@ def default_shape(
     """
     if memory is None:
         return devices, 1
-    widths = [width for width in range(1, devices + 1) if devices % width == 0]
-    for width in widths:
-        plan = plan_mesh(config, (devices // width, width))
-        if plan.weight_bytes(config, itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
-            return plan.shape
-    return devices // widths[-1], widths[-1]
+    for width in (width for width in range(1, devices) if devices % width == 0):
+        plan = MeshPlan(config, devices // width, width)
+        if plan.weight_bytes(itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
+            return plan.data, plan.model
+    return 1, devices
+
+
+def arrange_devices(
+    config: ModelConfig,
+    dtype: str,
+    shape: tuple[int, int] | None,
+    n_layers: int | None = None,
+    *,
+    head: bool = False,
+    log: Callable[[str], None] = lambda _line: None,
+) -> tuple[Mesh, MeshPlan]:
+    """Arrange all devices for a model, in ``shape`` if it is given; log which weights each of them holds as a whole."""
+    itemsize = jnp.dtype(dtype).itemsize
+    shape = shape or default_shape(config, jax.device_count(), itemsize, device_memory(), n_layers, head=head)
+    plan = MeshPlan(config, *shape)
+    for note in plan.notes():
+        log(note)
+    return make_mesh(shape), plan
 
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}

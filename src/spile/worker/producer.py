@@ -93,7 +93,7 @@ class Producer:
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         """Wait, possibly for minutes, until a batch of this shape can start at once, or until ``given_up``."""
 
-    def start(self, batch: Batch) -> object:
+    def start(self, batch: Batch) -> Any:
         """Start computing and return at once.
 
         Raises:
@@ -102,7 +102,7 @@ class Producer:
         """
         raise NotImplementedError
 
-    def fetch(self, pending: object) -> Iterable[Sequence[RowBlock]]:
+    def fetch(self, pending: Any) -> Iterable[Sequence[RowBlock]]:
         """Wait for a started batch; return, for each tap in order, a block for each owned group with samples."""
         raise NotImplementedError
 
@@ -114,19 +114,15 @@ class Producer:
         """Stop background work such as compilation."""
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A batch as two arrays."""
+def pack(batch: Batch, block: int | None = None) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Lay a batch out as a rectangle, and list where its stored tokens are so that a device can drop padding.
 
-    rows: npt.NDArray[np.int32]
-    """``[groups × rows, 3, length]``: tokens, positions within the sample, segment numbers from 1; zeros for padding.
-    One array, because sending one costs less than sending three."""
-    places: npt.NDArray[np.int32]
-    """``[groups, block]``: the places, in a group's flattened batch rows, of the tokens that are stored; then zeros."""
+    Returns:
+        ``[groups × rows, 3, length]``: tokens, positions within the sample, segment numbers from 1; zeros for padding.
+        One array, because sending one costs less than sending three. And ``[groups, block]``: the places, in a group's
+        flattened batch rows, of the tokens that are stored; then zeros.
 
-
-def pack(batch: Batch, block: int | None = None) -> Packed:
-    """Lay a batch out as a rectangle, and list where its stored tokens are so that a device can drop padding."""
+    """
     groups, rows, length = len(batch.groups), batch.rows, batch.length
     packed = np.zeros((groups, rows, 3, length), np.int32)
     places = np.zeros((groups, block or rows * length), np.int32)
@@ -144,7 +140,7 @@ def pack(batch: Batch, block: int | None = None) -> Packed:
                 places[g, filled : filled + len(kept)] = kept + np.int32(r * length + start)
                 filled += len(kept)
                 start = stop
-    return Packed(packed.reshape(groups * rows, 3, length), places)
+    return packed.reshape(groups * rows, 3, length), places
 
 
 def rows_by_sample(batch: Batch, fetched: Iterable[Sequence[RowBlock]]) -> dict[int, list[npt.NDArray[Any]]]:

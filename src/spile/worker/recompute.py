@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import DataError
-from spile.models.attention import choose
 from spile.models.decoder import head_needed, layers_needed
 from spile.models.model_files import ModelFiles
 from spile.models.params import Params, choose_runs
@@ -30,7 +29,7 @@ from spile.store.recomputation import Recompute, StoredRows, distances
 from spile.store.stream import read_run
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
-from spile.worker.mesh import make_mesh, plan_mesh
+from spile.worker.mesh import MeshPlan, make_mesh
 from spile.worker.producer import rows_by_sample
 from spile.worker.resolve import model_of_run, steering_of_run
 from spile.worker.torch_backend import load_model, place_replicas, torch_devices
@@ -96,10 +95,8 @@ class Recomputer:
 
     def _computed(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[_Rows, _Rows]]:
         """Yield, for each batch, the reference rows and the rows in the run's dtype."""
-        length = plan.row_length(plan.longest)
         producers = (self.wide,) if self.own is self.wide and not variant else (self.wide, self.own)
         for batch in batches(samples, plan):
-            batch = replace(batch, rows=plan.rows(length), length=length)
             for producer in producers:
                 producer.prepare(batch)  # compiles both programs at the same time
             reference = fresh = rows_by_sample(batch, self.wide.fetch(self.wide.start(batch)))
@@ -128,7 +125,7 @@ class Recomputer:
         config, taps, mesh = self._files.config, self._taps, make_mesh((1, 1), jax.local_devices()[:1])
         layers = layers_needed(taps, config.n_layers)
         runs = choose_runs(config, taps, layers, 4)
-        place, platform = plan_mesh(config, (1, 1)).place(mesh), jax.default_backend()
+        place, platform = MeshPlan(config, 1, 1).place(mesh), jax.default_backend()
         steering = place_steering(steering_of_run(self._run, config), mesh)
         weights = load(self._files, self._run.dtype, layers, place, head=head_needed(taps), runs=runs)
 
@@ -139,7 +136,6 @@ class Recomputer:
                 taps,
                 store_dtype="float32",
                 mesh=mesh,
-                attention=choose(config, platform, dtype, taps),
                 dtype=dtype,
                 positions=MEAN if self._run.positions == MEAN else ALL,
                 runs=runs,

@@ -161,7 +161,6 @@ def model_of_run(
 
 
 def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
-    """Refuse a model that needs PyTorch if it is not installed."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedModel(
             f"{model} needs PyTorch, which is not installed: {unsupported.problem}",
@@ -193,13 +192,10 @@ def _read_change(steer: Steer, config: ModelConfig, flag: str) -> npt.NDArray[np
     width = check_editable(steer.tap, config, flag)
     if steer.kind == "zero":
         return np.zeros(0, np.float32)
-    found = _sample_rows(steer, flag) if steer.kind == "patch" else _read_vector(steer, flag)
-    shape = (-1, width) if steer.kind == "patch" else (width,)
-    if found.shape[-1] != width and found.size != width:
-        raise SpecError(flag, expected=f"{width} numbers, the width of {steer.tap}", found=f"the shape {found.shape}")
-    if steer.kind != "patch" and found.size != width:
-        raise SpecError(flag, expected="one vector", found=f"the shape {found.shape}")
-    values = found.reshape(shape).astype(np.float32) * np.float32(steer.scale)
+    found = _sample_rows(steer, flag) if steer.kind == "patch" else _read_vector(steer, flag).reshape(-1)
+    if found.shape[-1] != width:
+        raise SpecError(flag, expected=f"{width} numbers, the width of {steer.tap}", found=f"{found.shape[-1]}")
+    values = found.astype(np.float32) * np.float32(steer.scale)
     if not np.isfinite(values).all():
         raise SpecError(flag, expected="finite numbers", found="NaN or infinity")
     if steer.kind != "ablate":
@@ -215,18 +211,15 @@ def _read_vector(steer: Steer, flag: str) -> npt.NDArray[Any]:
     folder, key = split(steer.source)
     try:
         content = open_folder(folder).get(key)
-        header = parse_header(content, len(content))
-    except NotFound as error:
-        raise SpecError(flag, expected="a safetensors file", found=f"no file {steer.source}") from error
-    except ValueError as error:
+        places = parse_header(content, len(content)).places
+    except (NotFound, ValueError) as error:
         raise SpecError(flag, expected="a safetensors file", found=str(error)) from error
-    names = sorted(header.places)
-    if steer.name and steer.name not in names:
-        raise SpecError(flag, expected=f"a tensor of the file: {', '.join(names)}", found=repr(steer.name))
-    if not steer.name and len(names) != 1:
-        fix = f"name one: {steer.source}#{names[0]}" if names else None
-        raise SpecError(flag, expected="a file with one tensor", found=f"{len(names)} tensors", fix=fix)
-    place = header.places[steer.name or names[0]]
+    names = sorted(places)
+    name = steer.name or (names[0] if len(names) == 1 else "")
+    if name not in names:
+        fix = f"name one of its tensors, such as {steer.source}#{names[0]}" if names else None
+        raise SpecError(flag, expected="one tensor", found=steer.name or f"{len(names)} tensors", fix=fix)
+    place = places[name]
     if place.code not in WEIGHT_DTYPES and place.code != "F64":
         raise SpecError(flag, expected="a tensor of F64, F32, F16 or BF16", found=place.code)
     return np.frombuffer(content[place.start : place.stop], place.dtype).reshape(place.shape)
@@ -418,7 +411,6 @@ def _resolve(
 
 
 def _compute_dtype(spec: ExtractSpec, known: RunIdentity | None, platform: Callable[[], str]) -> Any:
-    """Return the dtype of the computation: as asked for, of the existing run, or by the device."""
     if spec.dtype != "auto":
         return spec.dtype
     return known.dtype if known else compute_dtype_for(platform())

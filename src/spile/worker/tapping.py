@@ -18,7 +18,6 @@ from spile.data.sources import default_keep, with_rows
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError, naming
-from spile.models.attention import choose
 from spile.models.decoder import Edit, TokenInfo
 from spile.models.model_files import ModelFiles
 from spile.models.params import LayerRun, Params, choose_runs
@@ -33,7 +32,7 @@ from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax
-from spile.worker.mesh import default_shape, device_memory, make_mesh, plan_mesh
+from spile.worker.mesh import arrange_devices
 from spile.worker.producer import Producer, refuse_no_answers, rows_by_sample, with_positions
 from spile.worker.resolve import (
     check_editable,
@@ -327,7 +326,6 @@ class Model:
             taps,
             store_dtype="float32",
             mesh=placed.mesh,
-            attention=choose(self.files.config, placed.mesh.devices.flat[0].platform, dtype, taps),
             dtype=dtype,
             runs=placed.runs,
             edits=edits,
@@ -360,14 +358,11 @@ def load_tapped(spec: RunSpec) -> Model:
 
 
 def _placed(files: ModelFiles, spec: RunSpec) -> _PlacedWeights:
-    config, itemsize = files.config, jnp.dtype(spec.dtype).itemsize
-    shape = spec.mesh_shape or default_shape(
-        config, jax.device_count(), itemsize, device_memory(), config.n_layers, head=True
-    )
-    mesh = make_mesh(shape)
-    runs = choose_runs(config, (), config.n_layers, itemsize)
-    place = plan_mesh(config, shape).place(mesh)
-    return _PlacedWeights(load(files, spec.dtype, config.n_layers, place, head=True, runs=runs), runs, mesh)
+    config = files.config
+    mesh, plan = arrange_devices(config, spec.dtype, spec.mesh_shape, head=True)
+    runs = choose_runs(config, (), config.n_layers, jnp.dtype(spec.dtype).itemsize)
+    weights = load(files, spec.dtype, config.n_layers, plan.place(mesh), head=True, runs=runs)
+    return _PlacedWeights(weights, runs, mesh)
 
 
 def _checked_edit(tap: Tap, function: EditFunction) -> Edit:

@@ -90,15 +90,21 @@ def test_words_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("residual.2=short.safetensors", "expected 192 numbers, the width of residual.2, found the shape (5,)"),
-        ("residual.2=stack.safetensors", "expected one vector, found the shape (2, 192)"),
+        ("residual.2=short.safetensors", "expected 192 numbers, the width of residual.2, found 5"),
+        ("residual.2=stack.safetensors", "expected 192 numbers, the width of residual.2, found 384"),
         ("residual.2=nan.safetensors", "expected finite numbers, found NaN or infinity"),
         ("residual.2=int.safetensors", "expected a tensor of F64, F32, F16 or BF16, found I32"),
         ("residual.2=ablate:zeros.safetensors", "expected a direction, found a vector of zeros"),
         ("residual.2=text.safetensors", "expected a safetensors file, found "),
-        ("residual.2=none.safetensors", "expected a safetensors file, found no file none.safetensors"),
-        ("residual.2=two.safetensors", "found 2 tensors. Name one: two.safetensors#v"),
-        ("residual.2=two.safetensors#x", "expected a tensor of the file: v, w, found 'x'"),
+        ("residual.2=none.safetensors", "expected a safetensors file, found no such file"),
+        (
+            "residual.2=two.safetensors",
+            "expected one tensor, found 2 tensors. Name one of its tensors, such as two.safetensors#v",
+        ),
+        (
+            "residual.2=two.safetensors#x",
+            "expected one tensor, found x. Name one of its tensors, such as two.safetensors#v",
+        ),
         ("residual.9=zero", "expected layers 0 to 5 of the model, found residual.9"),
         ("loss=zero", "expected a tap that the model computes with, such as residual.12, found loss"),
     ],
@@ -140,7 +146,7 @@ def test_answers_are_steered_and_recomputed_with_the_same_vectors(vectors: Path)
     with pytest.raises(UserError, match="was created with steering "):
         spile.infer("embedded", TEXTS[:2], root, steer=words, max_new_tokens=3, **options)
     (vectors / "one.safetensors").rename(vectors / "gone.safetensors")
-    with pytest.raises(UserError, match=r"steer residual.2=one.safetensors:2.0: .* no file"):
+    with pytest.raises(UserError, match=r"steer residual.2=one.safetensors:2.0: .* no such file"):
         spile.verify(root, recompute=1)
     save_file({"v": 3 * VECTOR}, vectors / "one.safetensors")
     with pytest.raises(UserError, match="Put the vectors of the run back"):

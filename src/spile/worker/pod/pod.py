@@ -494,7 +494,7 @@ def _check_forward(hosts: WorkerGroup, log: Line) -> None:
     from spile.spec.taps import Tap
     from spile.worker.batches import Batch
     from spile.worker.device import DeviceProducer
-    from spile.worker.mesh import make_mesh, plan_mesh
+    from spile.worker.mesh import MeshPlan, make_mesh
     from spile.worker.resolve import compute_dtype_for
 
     files = model_files.find(EMBEDDED)
@@ -503,7 +503,7 @@ def _check_forward(hosts: WorkerGroup, log: Line) -> None:
 
     def producer(devices: list[jax.Device], shape: tuple[int, int]) -> DeviceProducer:
         mesh = make_mesh(shape, devices)
-        params = load(files, dtype, None, plan_mesh(files.config, shape).place(mesh))
+        params = load(files, dtype, None, MeshPlan(files.config, *shape).place(mesh))
         return DeviceProducer(
             params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype=dtype
         )
