@@ -107,6 +107,10 @@ class Gang:
     def placed(self) -> bool:
         return bool(self.nodes)
 
+    @property
+    def waits(self) -> bool:
+        return not self.placed and not self._stopped
+
     def words(self, number: int, coordinator: str) -> list[str]:
         place = ["--coordinator-address", coordinator, "--process-id", str(number)]
         return [*self.task.words, *place, "--num-processes", str(self.size)]
@@ -127,7 +131,7 @@ class Gang:
         if any(end.code != 0 for end in ends.values()):
             for ref in self.refs:
                 cancel(ref)
-        if self.refs or not (self.placed or self._stopped):
+        if self.refs or self.waits:
             return None
         return min(self._ends, key=_rank, default=WorkerEnd(self.task.stream, 130))
 
@@ -288,12 +292,13 @@ class RayEngine:
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         self._place_gangs()
         refs = [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]
-        if not refs:
-            time.sleep(seconds)
-            return []
-        ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        if not ready:
+        ready: list[Any] = []
+        if refs:
+            ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
+        if refs and not ready:
             ready, _ = self._ray.wait(refs, num_returns=1, timeout=seconds)
+        elif not refs:
+            time.sleep(seconds)
         ends = [self._end(ref, self._refs.pop(ref)) for ref in ready if ref in self._refs]
         for stream, gang in list(self._gangs.items()):
             end = gang.record_ends({ref: self._end(ref, stream) for ref in ready if ref in gang.refs}, self._cancel)
@@ -304,7 +309,7 @@ class RayEngine:
 
     def _place_gangs(self) -> None:
         """Start gangs that wait, on a whole slice or on as many nodes as they need, if those are free."""
-        waiting = [gang for gang in self._gangs.values() if not gang.placed]
+        waiting = [gang for gang in self._gangs.values() if gang.waits]
         if not waiting:
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -74,7 +74,7 @@ def address() -> Iterator[str]:
 
 
 def engine(
-    monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str, workers: int | None = None, **needs: float
+    monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str, workers: int | None = None, hosts: int = 1, **needs: float
 ) -> RayEngine:
     strategies = ModuleType("ray.util.scheduling_strategies")
     strategies.NodeAffinitySchedulingStrategy = lambda node, soft: node  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def engine(
         "ray.util.scheduling_strategies": strategies,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    return RayEngine(EngineRequest(workers, needs or {"CPU": 1.0}, address))
+    return RayEngine(EngineRequest(workers, needs or {"CPU": 1.0}, address, hosts_per_worker=hosts))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,21 @@ def test_workers_share_the_cores_of_the_cluster(
     engine(monkeypatch, ray, address, workers, **needs).start(StreamTask(0, ("extract",), env={"A": "b"}))
     limits = {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), threads)
     assert seen == [{**limits, "A": "b"}]
+
+
+def test_a_worker_of_several_hosts_that_waits_for_nodes_can_be_stopped(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    """Also if no task runs on the cluster."""
+    ray = StandInRay({"node1": WELL, "node2": WELL})
+    runner = engine(monkeypatch, ray, address, hosts=2)
+    del ray.answers["node2"]
+    runner.start(StreamTask(7, ("worker",)))
+    assert runner.wait(0.0) == []
+    runner.stop(7)
+    ray.answers["node2"] = WELL
+    assert [(end.stream, end.code) for end in runner.wait(0.0)] == [(7, 130)]
+    assert runner.wait(0.0) == []
 
 
 @pytest.mark.parametrize(
