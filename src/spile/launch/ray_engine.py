@@ -94,35 +94,20 @@ WORKER_LABEL = "ray.io/tpu-worker-id"
 
 @dataclass
 class Gang:
-    """The hosts of one stream, which start and end together."""
+    """The Ray tasks of one worker, one for each host. They start and end together."""
 
     task: StreamTask
-    size: int
-    nodes: list[str] = field(default_factory=list)
     refs: list[Any] = field(default_factory=list)
+    """The tasks that run."""
+    nodes: Sequence[str] = ()
+    """Its nodes, if there are several hosts. Ray chooses the node of a single host."""
+    stopped: bool = False
     _ends: list[WorkerEnd] = field(default_factory=list)
-    _stopped: bool = False
-
-    @property
-    def placed(self) -> bool:
-        return bool(self.nodes)
 
     @property
     def waits(self) -> bool:
-        return not self.placed and not self._stopped
-
-    def words(self, number: int, coordinator: str) -> list[str]:
-        place = ["--coordinator-address", coordinator, "--process-id", str(number)]
-        return [*self.task.words, *place, "--num-processes", str(self.size)]
-
-    def place(self, nodes: Sequence[str], refs: Sequence[Any]) -> None:
-        """Record the chosen nodes and their tasks."""
-        self.nodes, self.refs = list(nodes), list(refs)
-
-    def stop(self) -> list[Any]:
-        """Return the tasks to cancel. A gang that waits for nodes has none and ends at once."""
-        self._stopped = True
-        return list(self.refs)
+        """Whether it still needs nodes."""
+        return not (self.refs or self._ends or self.stopped)
 
     def record_ends(self, ends: Mapping[Any, WorkerEnd], cancel: Callable[[Any], None]) -> WorkerEnd | None:
         """Record hosts that ended and cancel the others if one failed; return the gang's end after the last one."""
@@ -188,13 +173,15 @@ class RayEngine:
             raise
         self.workers, self.room = request.workers or room, room
         self._threads = self._thread_limits()
-        self._refs: dict[Any, int] = {}
         self._gangs: dict[int, Gang] = {}
 
     # -- before the run -------------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _fitting_nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._nodes() if _fits(node["Resources"], self._needs)]
 
     def _count_fitting(self) -> int:
         """Return how many workers fit now; raise if none does, with the resources of each node."""
@@ -214,7 +201,7 @@ class RayEngine:
         """Limit CPU workers to the threads asked for, or to an even share of the cluster if that is more."""
         if "CPU" not in self._needs:
             return {}
-        cores = sum(n["Resources"]["CPU"] for n in self._nodes() if _fits(n["Resources"], self._needs))
+        cores = sum(node["Resources"]["CPU"] for node in self._fitting_nodes())
         share = cores / (self.workers * self._hosts_per_worker)
         return thread_limits(max(1, int(max(share, self._needs["CPU"]))))
 
@@ -231,8 +218,7 @@ class RayEngine:
                 look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
                     asked.output, asked.token, list(asked.inputs)
                 ): node
-                for node in self._nodes()
-                if _fits(node["Resources"], self._needs)
+                for node in self._fitting_nodes()
             }
         finally:
             ray.cloudpickle.unregister_pickle_by_value(here)
@@ -265,12 +251,10 @@ class RayEngine:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def start(self, task: StreamTask, avoid: Collection[str] = ()) -> None:
-        """Submit a task; for several hosts, remember the gang until nodes are free."""
-        if self._hosts_per_worker > 1:
-            self._gangs[task.stream] = Gang(task, self._hosts_per_worker)
-            return
-        ref = self._submit(task.single_process_words, task, self._options(task.label, avoid))
-        self._refs[ref] = task.stream
+        """Submit the task of a single host; for several hosts, remember the gang until nodes are free."""
+        gang = self._gangs[task.stream] = Gang(task)
+        if self._hosts_per_worker == 1:
+            gang.refs = [self._submit(task.single_process_words, task, self._options(task.label, avoid))]
 
     def _options(self, name: str, avoid: Collection[str] = ()) -> dict[str, Any]:
         options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "name": name, "resources": {}}
@@ -279,9 +263,9 @@ class RayEngine:
                 options[_NAMED[kind]] = amount
             else:
                 options["resources"][kind] = amount
-        bad = [node["NodeID"] for node in self._nodes() if avoid and node["NodeManagerHostname"] in avoid]
-        good = [node for node in self._nodes() if _fits(node["Resources"], self._needs) and node["NodeID"] not in bad]
-        if bad and good:
+        fitting = self._fitting_nodes() if avoid else []
+        bad = [node["NodeID"] for node in fitting if node["NodeManagerHostname"] in avoid]
+        if 0 < len(bad) < len(fitting):
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(bad)})"}
         return options
 
@@ -291,21 +275,23 @@ class RayEngine:
 
     def wait(self, seconds: float) -> Sequence[WorkerEnd]:
         self._place_gangs()
-        refs = [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]
+        refs = self._refs()
         ready: list[Any] = []
         if refs:
+            self._ray.wait(refs, num_returns=1, timeout=seconds)
             ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
-        if refs and not ready:
-            ready, _ = self._ray.wait(refs, num_returns=1, timeout=seconds)
-        elif not refs:
+        else:
             time.sleep(seconds)
-        ends = [self._end(ref, self._refs.pop(ref)) for ref in ready if ref in self._refs]
+        ends = []
         for stream, gang in list(self._gangs.items()):
             end = gang.record_ends({ref: self._end(ref, stream) for ref in ready if ref in gang.refs}, self._cancel)
             if end is not None:
                 del self._gangs[stream]
                 ends.append(end)
         return ends
+
+    def _refs(self) -> list[Any]:
+        return [ref for gang in self._gangs.values() for ref in gang.refs]
 
     def _place_gangs(self) -> None:
         """Start gangs that wait, on a whole slice or on as many nodes as they need, if those are free."""
@@ -314,17 +300,17 @@ class RayEngine:
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        size = self._hosts_per_worker
         taken = {node for gang in self._gangs.values() for node in gang.nodes}
-        fitting = [node for node in self._nodes() if _fits(node["Resources"], self._needs)]
-        for gang, nodes in zip(waiting, find_gangs(fitting, self._hosts_per_worker, taken), strict=False):
-            refs = []
+        for gang, nodes in zip(waiting, find_gangs(self._fitting_nodes(), size, taken), strict=False):
+            gang.nodes = [node["NodeID"] for node in nodes]
+            coordinator = str(nodes[0]["NodeManagerAddress"])
             for number, node in enumerate(nodes):
-                name = f"{gang.task.label} host {number}"
                 strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                options = {**self._options(name), "scheduling_strategy": strategy}
-                words = gang.words(number, str(nodes[0]["NodeManagerAddress"]))
-                refs.append(self._submit(words, gang.task, options))
-            gang.place([node["NodeID"] for node in nodes], refs)
+                options = {**self._options(f"{gang.task.label} host {number}"), "scheduling_strategy": strategy}
+                place = ["--coordinator-address", coordinator, "--process-id", str(number)]
+                words = [*gang.task.words, *place, "--num-processes", str(size)]
+                gang.refs.append(self._submit(words, gang.task, options))
 
     def _end(self, ref: Any, stream: int) -> WorkerEnd:
         errors = self._ray.exceptions
@@ -344,22 +330,19 @@ class RayEngine:
         self._ray.cancel(ref, force=False)
 
     def stop(self, stream: int) -> None:
-        """Cancel the task, which :func:`run_stream` takes as a request to commit."""
-        for ref, number in self._refs.items():
-            if number == stream:
-                self._cancel(ref)
+        """Cancel the tasks, which :func:`run_stream` takes as a request to commit."""
         if stream in self._gangs:
-            for ref in self._gangs[stream].stop():
+            self._gangs[stream].stopped = True
+            for ref in self._gangs[stream].refs:
                 self._cancel(ref)
 
     def abandon(self, stream: int) -> None:
-        """Cancel the task, which may be out of reach, and forget it."""
+        """Cancel the tasks, which may be out of reach, and forget them."""
         self.stop(stream)
-        self._refs = {ref: number for ref, number in self._refs.items() if number != stream}
         self._gangs.pop(stream, None)
 
     def kill(self) -> None:
-        for ref in [*self._refs, *(ref for gang in self._gangs.values() for ref in gang.refs)]:
+        for ref in self._refs():
             self._ray.cancel(ref, force=True)
 
     def close(self) -> None:

@@ -52,7 +52,11 @@ class StandInRay(ModuleType):
         pass
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "NodeID": name, "NodeName": name, "Resources": self.resources} for name in self.answers]
+        address = {"NodeManagerAddress": "10.0.0.1"}
+        return [
+            {"Alive": True, "NodeID": name, "NodeName": name, "Resources": self.resources, **address}
+            for name in self.answers
+        ]
 
     def remote(self, **_: object) -> Any:
         look = SimpleNamespace(remote=None)
@@ -74,7 +78,12 @@ def address() -> Iterator[str]:
 
 
 def engine(
-    monkeypatch: pytest.MonkeyPatch, ray: StandInRay, address: str, workers: int | None = None, hosts: int = 1, **needs: float
+    monkeypatch: pytest.MonkeyPatch,
+    ray: StandInRay,
+    address: str,
+    workers: int | None = None,
+    hosts: int = 1,
+    **needs: float,
 ) -> RayEngine:
     strategies = ModuleType("ray.util.scheduling_strategies")
     strategies.NodeAffinitySchedulingStrategy = lambda node, soft: node  # type: ignore[attr-defined]
@@ -104,6 +113,17 @@ def test_workers_share_the_cores_of_the_cluster(
     engine(monkeypatch, ray, address, workers, **needs).start(StreamTask(0, ("extract",), env={"A": "b"}))
     limits = {} if threads is None else dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), threads)
     assert seen == [{**limits, "A": "b"}]
+
+
+def test_each_host_of_a_worker_is_told_its_number(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    ray, seen = StandInRay({"node1": WELL, "node2": WELL}), list[list[str]]()
+    ray.remote = lambda **_: lambda _f: SimpleNamespace(remote=lambda words, _: seen.append(words))  # type: ignore[method-assign]
+    ray.wait = lambda refs, **_: ([], refs)  # type: ignore[method-assign, assignment]
+    runner = engine(monkeypatch, ray, address, hosts=2)
+    runner.start(StreamTask(0, ("worker",)))
+    runner.wait(0.0)
+    place = ["--coordinator-address", "10.0.0.1", "--process-id"]
+    assert seen == [["worker", *place, number, "--num-processes", "2"] for number in ("0", "1")]
 
 
 def test_a_worker_of_several_hosts_that_waits_for_nodes_can_be_stopped(
