@@ -42,7 +42,7 @@ from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, Z
 from spile.hosts import guard
 from spile.hosts.files import _probed
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import Session, SessionTimes
+from spile.hosts.run import Session
 from spile.models.adapters import find_adapter
 from spile.models.model_files import describe, find, read_index
 from spile.models.safetensors_files import read_header
@@ -670,16 +670,16 @@ class Targets:
         host = Host("n", "", 0, "1.2.3.4", 0)
 
         async def ended(data: bytes) -> None:
-            session = Session(host, Access(), SessionTimes(), lambda _: None)
-            stream = asyncio.StreamReader()
-            stream.feed_data(data)
-            stream.feed_eof()
-            process = SimpleNamespace(stderr=stream, returncode=255)
-            await session._read_events(process)  # type: ignore[arg-type]
-            session._process, session._end = process, asyncio.create_task(asyncio.sleep(0))  # type: ignore[assignment]
-            await session.ended()
+            session = Session(host, Access(), lambda *_: None)
+            output, events = asyncio.StreamReader(), asyncio.StreamReader()
+            output.feed_eof()
+            events.feed_data(data)
+            events.feed_eof()
+            process = SimpleNamespace(stdout=output, stderr=events, returncode=255, wait=partial(asyncio.sleep, 0))
+            session._process = process  # type: ignore[assignment]
+            await session._follow(process)  # type: ignore[arg-type]
 
-        events = [{"event": "ready"}, {"event": "exit", "code": 1, "cause": "c", "seconds": 0.5, "left": ["a"]}]
+        events = [{"event": "ready"}, {"event": "exit", "code": 1, "cause": "c", "left": ["a"]}]
         lines = [guard.MARK + json.dumps(each) for each in [*events, {"event": "refused", "reason": "r"}]]
 
         def read(data: bytes) -> None:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,7 @@ from spile.cli.flags import HostFlags, log
 from spile.errors import Failure, SpecError, UserError
 from spile.hosts.files import copy_to, load
 from spile.hosts.hosts import Host
-from spile.hosts.run import Job, SessionTimes, environment_of, launch
+from spile.hosts.run import Job, jobs_for, launch
 from spile.launch.docker import (
     Container,
     Device,
@@ -122,7 +122,8 @@ def build(
     files = load(context.absolute(), int(1e9))
     copy_to(hosts, files, target, where.access())
     log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
-    return run_on_all(hosts, Job(shlex.join(words(".")), target), where.access(), results_folder(None))
+    jobs = jobs_for(hosts, Job(shlex.join(words(".")), target))
+    return run_on_all(jobs, where.access(), results_folder(None))
 
 
 def run(*words: Words, flags: ContainerFlags = ContainerFlags(), show: Print = False) -> int:
@@ -168,9 +169,9 @@ def pod(
         return 0
     hosts, access = where.find(), where.access()
     check_hosts(hosts, flags.runtime, container.image, access)
-    pace, code = SessionTimes(grace=flags.grace + 10.0), 1
+    code = 1
     try:
-        code = run_on_all(hosts, Job(script), access, results_folder(logs), pace=pace, variables=_variables)
+        code = run_on_all(_pod_jobs(hosts, Job(script, grace=flags.grace + 10.0)), access, results_folder(logs))
     finally:
         if code != 0:
             _run_stop_script(hosts, stop_script(flags.runtime, flags.name, flags.grace, none_is_error=False), where)
@@ -217,13 +218,14 @@ def _refuse_runtime_flags(words: Sequence[str]) -> None:
         raise SpecError(f"no flag {flag}", expected="the command after --", fix=fix)
 
 
-def _variables(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the variables that describe the slice to a container; without a cloud, also the addresses of all hosts."""
-    found = environment_of(host, hosts)
-    mine = [other.internal or other.address for other in hosts if other.slice == host.slice]
-    if not host.node_id and len(mine) > 1:
-        found["TPU_WORKER_HOSTNAMES"] = ",".join(mine)
-    return found
+def _pod_jobs(hosts: Sequence[Host], job: Job) -> dict[Host, Job]:
+    """Return the job of each host. Without a cloud, the variables also name the addresses of all hosts of its slice."""
+    jobs = jobs_for(hosts, job)
+    for host in hosts:
+        mine = [other.internal or other.address for other in hosts if other.slice == host.slice]
+        if not host.node_id and len(mine) > 1:
+            jobs[host] = replace(jobs[host], env={**jobs[host].env, "TPU_WORKER_HOSTNAMES": ",".join(mine)})
+    return jobs
 
 
 def _run_stop_script(hosts: Sequence[Host], script: str, where: HostFlags) -> int:

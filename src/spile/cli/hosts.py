@@ -21,10 +21,10 @@ from spile.fleet.install import install_on
 from spile.fleet.logs import LOG_FILES, NO_LOG, UNIT, find_machine, last_heartbeat, read_log, tail_command
 from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
-from spile.hosts import run as fanout
 from spile.hosts.files import assemble, collect_from, copy_to, load
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import Job
+from spile.hosts.run import Job, jobs_for
+from spile.hosts.run import run as run_jobs
 from spile.objects import open_folder
 from spile.spec.options import at_least, pairs
 from spile.view.hosts import Logs, results_folder, run_on_all
@@ -86,7 +86,7 @@ def run(
         sent = copy_to(hosts, files, target, access)
         size = f"{files.size / 1e6:.1f} MB, {sent / 1e6:.1f} MB sent"
         log(f"copied {len(files.names)} files ({size}) to {target} on {len(hosts)} hosts")
-    return run_on_all(hosts, Job(line, target, given), access, results, quiet=flags.quiet)
+    return run_on_all(jobs_for(hosts, Job(line, target, given)), access, results, quiet=flags.quiet)
 
 
 def install(*, where: HostFlags = HostFlags(), force: bool = False) -> int:
@@ -153,7 +153,7 @@ def logs(
     job = Job(tail_command(lines, follow))
     try:
         with Logs([found], None, output_console(), bare=True) as shown:
-            (outcome,) = fanout.run([found], job, access=where.access(), output=shown.write)
+            (outcome,) = run_jobs({found: job}, access=where.access(), output=shown.write)
     except Failure as error:
         if output is None:
             raise

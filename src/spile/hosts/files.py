@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import shutil
 import subprocess
 import tarfile
 import tempfile
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any
 
-from spile.errors import Damaged, Failure, SpileError, UserError, untrusted
+from spile.errors import Damaged, Failure, UserError, untrusted
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import combine_errors, explain
+from spile.hosts.run import explain, kill, raise_errors
 from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM, stream_number
 from spile.store.stream import read_stream
@@ -106,7 +104,7 @@ def load(folder: Path, limit: int) -> CopyList:
 
 def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> int:
     """Copy files to ``target`` on every host, as :func:`push` does; return the number of bytes that were sent."""
-    moved = Transfers(access).on_all(hosts, lambda all_, host: push(all_, host, files.root, files.names, target))
+    moved = transfer(hosts, access, lambda host: push(host, access, files, target))
     return sum(each.sent for each in moved)
 
 
@@ -121,8 +119,6 @@ _RSYNC = (
     "--stats", "--no-human-readable", f"--timeout={_SILENCE}",
 )  # fmt: skip
 
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -135,99 +131,85 @@ class Moved:
     """The number of bytes that had to be sent."""
 
 
-@dataclass
-class Transfers:
-    """The transfer processes of all hosts. The first failure, or Ctrl+C, ends all of them."""
+def transfer(hosts: Sequence[Host], access: Access, one: Callable[[Host], Coroutine[Any, Any, Moved]]) -> list[Moved]:
+    """Call ``one`` for all hosts at once. The first failure, or Ctrl+C, ends the transfers of all hosts."""
+    access.check(hosts)
 
-    access: Access
-    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _over: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    async def main() -> list[Moved]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(host)) for host in hosts]
+        return [task.result() for task in tasks]
 
-    def on_all(self, hosts: Sequence[Host], one: Callable[[Transfers, Host], Result]) -> list[Result]:
-        """Call ``one`` for all hosts at once, each in its own thread."""
-        self.access.check(hosts)
-        with ThreadPoolExecutor(max_workers=len(hosts), thread_name_prefix="transfer") as threads:
-            futures = [threads.submit(one, self, host) for host in hosts]
-            try:
-                wait(futures, return_when=FIRST_EXCEPTION)
-                errors = [error for future in futures if future.done() and (error := future.exception())]
-            finally:
-                self._end()
-        for error in errors:
-            if not isinstance(error, SpileError):
-                raise error
-        if errors:
-            raise combine_errors([error for error in errors if isinstance(error, SpileError)], len(hosts))
-        return [future.result() for future in futures]
-
-    def _end(self) -> None:
-        with self._lock:
-            self._over = True
-            for process in self._running:
-                if process.poll() is None:
-                    process.kill()
-
-    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a process that is killed if another transfer fails."""
-        with self._lock:
-            if self._over:
-                raise Failure("the copy was interrupted", found="another host failed", fix="run it again")
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)  # noqa: S603
-            self._running.append(process)
-        return process
-
-    def run(self, host: Host, words: Sequence[str], given: bytes = b"") -> bytes:
-        """Run a command and return its output; raise a one-line error if it fails."""
-        process = self.start(words)
-        out, err = process.communicate(given)
-        if process.returncode != 0:
-            raise _error(host, process.returncode, err)
-        return out
-
-    def shell(self, host: Host, script: str, given: bytes = b"") -> bytes:
-        return self.run(host, self.access.command(host, script), given)
+    try:
+        return asyncio.run(main())
+    except BaseExceptionGroup as failed:
+        raise_errors(failed.exceptions, len(hosts))
+        raise
 
 
-def push(transfers: Transfers, host: Host, root: Path, names: Sequence[str], target: str) -> Moved:
-    """Copy files of ``root`` to ``target``. Stale files of an earlier copy are deleted; the host's own files stay."""
+async def _run(
+    host: Host, words: Sequence[str], given: bytes | IO[bytes] = b"", output: IO[bytes] | None = None
+) -> bytes:
+    """Run a command with this input; return its output, or write it to ``output``. Raise a one-line error if it fails.
+
+    If the transfer is cancelled, the command is killed.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=pipe if isinstance(given, bytes) else given,
+        stdout=output or pipe,
+        stderr=pipe,
+        start_new_session=True,
+    )
+    try:
+        out, err = await process.communicate(given if isinstance(given, bytes) else None)
+    finally:
+        kill(process)
+        await process.wait()
+    if process.returncode != 0:
+        raise explain(host, process.returncode, err.decode("utf-8", "replace"))
+    return out
+
+
+async def _shell(host: Host, access: Access, script: str, given: bytes = b"") -> bytes:
+    return await _run(host, access.command(host, script), given)
+
+
+async def push(host: Host, access: Access, files: CopyList, target: str) -> Moved:
+    """Copy files to ``target``. Stale files of an earlier copy are deleted; the host's own files stay."""
     place = _remote(target)
-    there = transfers.shell(host, f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}")
-    tool, home, manifest = _probed(host, there)
-    listed = [name.encode("utf-8", "surrogateescape") for name in names]
+    script = f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}"
+    tool, home, manifest = _probed(host, await _shell(host, access, script))
+    listed = [name.encode("utf-8", "surrogateescape") for name in files.names]
     stale = sorted({name for name in manifest.split(b"\0") if name}.difference(listed))
     folders = {parent for name in listed for parent in _parents(name)}
     # A file that has become a folder, or the reverse, is removed first; other stale files are removed after the copy.
     clashing = [name for name in stale if name in folders or not _parents(name).isdisjoint(listed)]
-    _remove(transfers, host, place, clashing)
+    await _remove(host, access, place, clashing)
     if _both_have_rsync(tool):
-        moved = _push_rsync(transfers, host, root, listed, _address(host, home, target))
+        words = [*_rsync(access, host), "--compress", "--from0", "--files-from=-"]
+        words += [f"{files.root}/", f"{_address(host, home, target)}/"]
+        moved = replace(_tally(await _run(host, words, b"\0".join(listed))), files=len(listed))
     else:
-        moved = _push_tar(transfers, host, root, names, place)
-    _remove(transfers, host, place, sorted(set(stale).difference(clashing)))
-    transfers.shell(host, f"cat > {place}/{_MANIFEST}", b"\0".join(listed))
+        moved = await _push_tar(host, access, files, place)
+    await _remove(host, access, place, sorted(set(stale).difference(clashing)))
+    await _shell(host, access, f"cat > {place}/{_MANIFEST}", b"\0".join(listed))
     return moved
 
 
-def pull(transfers: Transfers, host: Host, source: str, into: Path) -> Moved:
+async def pull(host: Host, access: Access, source: str, into: Path) -> Moved:
     """Copy the host's folder ``source`` to ``into``. rsync skips files that are already here and equal."""
     place = _remote(source)
-    there = transfers.shell(host, f"if [ -d {place} ]; then {_PROBE}; fi")
+    there = await _shell(host, access, f"if [ -d {place} ]; then {_PROBE}; fi")
     if not there:
         raise UserError(f"{host.label}: no such folder: {source}")
     tool, home, _ = _probed(host, there)
     into.mkdir(parents=True, exist_ok=True)
     if not _both_have_rsync(tool):
-        return _pull_tar(transfers, host, place, into)
-    words = [
-        *_rsync(transfers.access, host),
-        "--recursive",
-        "--safe-links",
-        f"{_address(host, home, source)}/",
-        f"{into}/",
-    ]
-    return _tally(transfers.run(host, words))
+        return await _pull_tar(host, access, place, into)
+    words = [*_rsync(access, host), "--recursive", "--safe-links", f"{_address(host, home, source)}/", f"{into}/"]
+    return _tally(await _run(host, words))
 
 
 _PROBE = 'if command -v rsync >/dev/null; then echo rsync; else echo tar; fi; echo "$HOME"'
@@ -250,20 +232,14 @@ def _rsync(access: Access, host: Host) -> list[str]:
     return ["rsync", *_RSYNC, "-e", shlex.join(ssh[: ssh.index("--")])]
 
 
-def _push_rsync(transfers: Transfers, host: Host, root: Path, names: Sequence[bytes], address: str) -> Moved:
-    words = [*_rsync(transfers.access, host), "--compress", "--from0", "--files-from=-", f"{root}/", f"{address}/"]
-    moved = _tally(transfers.run(host, words, b"\0".join(names)))
-    return Moved(len(names), moved.size, moved.sent)
-
-
-def _remove(transfers: Transfers, host: Host, place: str, names: Sequence[bytes]) -> None:
+async def _remove(host: Host, access: Access, place: str, names: Sequence[bytes]) -> None:
     """Remove these files and the folders that become empty."""
     if names:
         gone = b"\0".join(b"./" + name for name in names)
-        transfers.shell(host, f"cd {place} && xargs -0 rm -f --", gone)
+        await _shell(host, access, f"cd {place} && xargs -0 rm -f --", gone)
         folders = sorted({parent for name in names for parent in _parents(name)}, key=len, reverse=True)
         script = f"cd {place} && xargs -0 -n 1 rmdir -- 2>/dev/null; true"
-        transfers.shell(host, script, b"\0".join(b"./" + folder for folder in folders))
+        await _shell(host, access, script, b"\0".join(b"./" + folder for folder in folders))
 
 
 def _parents(name: bytes) -> set[bytes]:
@@ -271,21 +247,16 @@ def _parents(name: bytes) -> set[bytes]:
     return {b"/".join(parts[:count]) for count in range(1, len(parts))}
 
 
-def _push_tar(transfers: Transfers, host: Host, root: Path, names: Sequence[str], place: str) -> Moved:
+async def _push_tar(host: Host, access: Access, files: CopyList, place: str) -> Moved:
     unpack = f"cd {place} && rm -rf {_INCOMING} && mkdir {_INCOMING} && tar -xzf - -C {_INCOMING}"
-    process = transfers.start(transfers.access.command(host, unpack))
-    assert process.stdin is not None  # noqa: S101
-    size = 0
-    # A broken pipe is ignored here: the exit code tells the cause.
-    with suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|gz") as archive:
-        for name in names:
-            archive.add(root / name, name, recursive=False, filter=_plain)
-            size += (root / name).lstat().st_size
-    _, err = process.communicate()
-    if process.returncode != 0:
-        raise _error(host, process.returncode, err)
-    transfers.shell(host, f"cd {place} && cp -a {_INCOMING}/. . && rm -rf {_INCOMING}")
-    return Moved(len(names), size, size)
+    replace_all = f"cp -a {_INCOMING}/. . && rm -rf {_INCOMING}"
+    with tempfile.TemporaryFile() as packed:
+        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+            for name in files.names:
+                archive.add(files.root / name, name, recursive=False, filter=_plain)
+        packed.seek(0)
+        await _run(host, access.command(host, f"{unpack} && {replace_all}"), packed)
+    return Moved(len(files.names), files.size, files.size)
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -295,23 +266,17 @@ def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     return info
 
 
-def _pull_tar(transfers: Transfers, host: Host, place: str, into: Path) -> Moved:
-    process = transfers.start(transfers.access.command(host, f"cd {place} && tar -cf - ."))
-    assert process.stdin is not None  # noqa: S101
-    assert process.stdout is not None  # noqa: S101
-    process.stdin.close()
-    process.stdin = None  # Otherwise communicate would flush it.
+async def _pull_tar(host: Host, access: Access, place: str, into: Path) -> Moved:
     incoming = into / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
-    try:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+    with tempfile.TemporaryFile(dir=into) as packed:
+        await _run(host, access.command(host, f"cd {place} && tar -czf - ."), output=packed)
+        packed.seek(0)
+        with (
+            untrusted(Failure, f"{host.label} sent an archive that cannot be unpacked"),
+            tarfile.open(fileobj=packed) as archive,
+        ):
             archive.extractall(incoming, filter="data")  # No file leaves the folder; no setuid bits.
-    except tarfile.TarError as error:
-        _, err = process.communicate()
-        raise _error(host, process.returncode, err or str(error).encode()) from error
-    _, err = process.communicate()
-    if process.returncode != 0:
-        raise _error(host, process.returncode, err)
     files = [path for path in sorted(incoming.rglob("*")) if path.is_symlink() or path.is_file()]
     size = sum(path.lstat().st_size for path in files)
     for path in files:
@@ -346,12 +311,6 @@ def _tally(stats: bytes) -> Moved:
     return Moved(files, number(r"Total file size: (\d+)"), number(r"Literal data: (\d+)"))
 
 
-def _error(host: Host, code: int, err: bytes) -> SpileError:
-    if code < 0:
-        return Failure(f"{host.label}: the copy was interrupted", found=f"signal {-code}", fix="run it again")
-    return explain(host, code, err.decode("utf-8", "replace"))
-
-
 def folder_of(host: Host, hosts: Sequence[Host]) -> str:
     """Return ``worker_2`` for one slice, or ``tpu-a-1/worker_2`` for several."""
     many = len({other.slice for other in hosts}) > 1
@@ -361,7 +320,7 @@ def folder_of(host: Host, hosts: Sequence[Host]) -> str:
 def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> dict[Path, Moved]:
     """Copy the folder ``remote`` of every host here, and return what was copied to each folder, in the hosts' order."""
     folders = {host: into / folder_of(host, hosts) for host in hosts}
-    moved = Transfers(access).on_all(hosts, lambda all_, host: pull(all_, host, remote, folders[host]))
+    moved = transfer(hosts, access, lambda host: pull(host, access, remote, folders[host]))
     return dict(zip(folders.values(), moved, strict=True))
 
 

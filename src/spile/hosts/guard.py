@@ -6,7 +6,7 @@ them is killed, the other ends all processes of the command.
 
     stdin     one message per line: {job} start · "." heartbeat · "s" stop · "k" kill · end of input: stop
     stdout    the output and errors of the command
-    stderr    one event per line, after a record separator: ready · started · ended · exit, with the code · refused
+    stderr    one event per line, after a record separator: ready · ended · exit, with the code · refused
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -109,15 +108,15 @@ class Tree:
 class Guard:
     """The inner process: one loop over its input, the command's output and the clock."""
 
-    def __init__(self, silence: float, grace: float, outer: int, kept: int) -> None:
-        self.silence, self.grace, self.outer, self.kept = silence, grace, outer, kept
-        self.child: subprocess.Popen[bytes] | None = None
+    def __init__(self, silence: float, outer: int, kept: int) -> None:
+        self.silence, self.outer, self.kept = silence, outer, kept
+        self.grace = 0.0
         self.tree: Tree | None = None
         self.pipe: int | None = None
         self.cause: str | None = None
         self.ask_until = self.give_up = 0.0
         self.words, self.output = b"", b""
-        self.heard = self.started = time.monotonic()
+        self.heard = time.monotonic()
         self.listening, self.linked, self.gone, self.keep = True, True, False, False
 
     def stop(self, cause: str, grace: float) -> None:
@@ -145,15 +144,14 @@ class Guard:
             self.lose("the runner has gone")
         *lines, self.words = (self.words + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"{") and self.child is None and self.cause is None:
+            if line.startswith(b"{") and self.tree is None and self.cause is None:
                 self.start(json.loads(line.decode()))
             elif line in (b"s", b"k"):
                 self.stop("stopped", self.grace if line == b"s" else 0.0)
 
     def start(self, job: Any) -> None:
         """Start the command in its own session."""
-        self.started = time.monotonic()
-        self.keep = bool(job.get("keep"))
+        self.keep, self.grace = job["keep"], job["grace"]
         try:
             self.child = subprocess.Popen(  # noqa: S603
                 job["argv"],
@@ -169,7 +167,6 @@ class Guard:
             os._exit(126)
         assert self.child.stdout is not None  # noqa: S101
         self.tree, self.pipe = Tree(self.child.pid), self.child.stdout.fileno()
-        tell("started", pid=self.child.pid)
 
     def relay(self) -> None:
         """Wait a short time for input or output, and pass on the command's output."""
@@ -220,13 +217,13 @@ class Guard:
 
     def run(self) -> int:
         """Guard the command until its end and return its exit code."""
-        tell("ready", python=sys.version.split()[0])
+        tell("ready")
         while not self.over():
             self.relay()
             self.watch()
         code = 143 if self.tree is None or self.tree.code is None else self.tree.code
         left = [] if self.tree is None else self.tree.left
-        tell("exit", code=code, cause=self.cause, seconds=round(time.monotonic() - self.started, 3), left=left)
+        tell("exit", code=code, cause=self.cause, left=left)
         return code
 
 
@@ -251,11 +248,11 @@ def wait_for(inner: int, kept: int) -> int:
     if not os.WIFSIGNALED(status):
         return os.WEXITSTATUS(status)
     code = 128 + os.WTERMSIG(status)
-    tell("exit", code=code, cause="the guard was killed", seconds=0.0, left=tree.left)
+    tell("exit", code=code, cause="the guard was killed", left=tree.left)
     return code
 
 
-def main(silence: float, grace: float) -> None:
+def main(silence: float) -> None:
     """Guard one command and exit with its exit code."""
     become_subreaper()
     outer = os.getpid()
@@ -267,7 +264,7 @@ def main(silence: float, grace: float) -> None:
     os.setsid()
     become_subreaper()
     os.set_blocking(1, False)
-    guard = Guard(silence, grace, outer, keep)
+    guard = Guard(silence, outer, keep)
     for number in SIGNALS:
-        signal.signal(number, lambda *_: guard.stop("a signal", min(grace, 2.0)))
+        signal.signal(number, lambda *_: guard.stop("a signal", min(guard.grace, 2.0)))
     os._exit(guard.run())

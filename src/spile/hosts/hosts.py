@@ -56,21 +56,17 @@ class Access:
     key: Path | None = None
     options: tuple[str, ...] = ()
     """Additional options of ssh, ``Key=value``, which take precedence."""
-    connect_timeout: int = 10
-    alive_interval: int = 2
-    alive_count: int = 3
     program: str = field(default_factory=lambda: shutil.which("ssh") or "ssh")
 
-    def command(self, host: Host, remote: str, *, compress: bool = False) -> list[str]:
+    def command(self, host: Host, remote: str) -> list[str]:
         """Return the ssh command line that runs ``remote`` in the host's shell."""
         options = [
             *self.options,
             "BatchMode=yes",
             "LogLevel=ERROR",
-            f"ConnectTimeout={self.connect_timeout}",
-            f"ServerAliveInterval={self.alive_interval}",
-            f"ServerAliveCountMax={self.alive_count}",
-            *(["Compression=yes"] if compress else []),
+            "ConnectTimeout=10",
+            "ServerAliveInterval=2",
+            "ServerAliveCountMax=3",
             *(self._gcloud(host) if host.node_id else ["StrictHostKeyChecking=accept-new"]),
         ]
         words = [self.program, "-T"]

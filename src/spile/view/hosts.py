@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.table import Table
@@ -152,16 +152,11 @@ def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console
     (logs.folder / "outcome.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def run_on_all(
-    hosts: Sequence[Host], job: Job, access: Access, results: Path, *, quiet: bool = False, **options: Any
-) -> int:
-    """Run a command on all hosts, print their output and outcomes, and return the worst exit code.
-
-    The logs are stored in the folder ``results``. The options are those of :func:`spile.hosts.run.run`.
-    """
+def run_on_all(jobs: Mapping[Host, Job], access: Access, results: Path, *, quiet: bool = False) -> int:
+    """Run the job of each host, print output and outcomes, and return the worst exit code. Logs go to ``results``."""
     console = Output(highlight=False)
-    with Logs(hosts, results, None if quiet else console) as logs:
-        outcomes = run(hosts, job, access=access, output=logs.write, **options)
+    with Logs(list(jobs), results, None if quiet else console) as logs:
+        outcomes = run(jobs, access=access, output=logs.write)
         logs.open()
     print_outcomes(outcomes, logs, console)
     return worst(outcomes)

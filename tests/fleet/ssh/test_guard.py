@@ -25,11 +25,11 @@ STUBBORN = "trap '' TERM; while :; do sleep 0.2; done"
 class Guarded:
     """A guard at work and the pipes to it."""
 
-    def __init__(self, silence: float = 30.0, grace: float = 1.0) -> None:
+    def __init__(self, silence: float = 30.0) -> None:
         self.mark = f"SPILE_TEST_MARK={uuid.uuid4().hex}"
         name, _, value = self.mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-uc", inspect.getsource(guard) + f"\nmain({silence}, {grace})"],
+            [sys.executable, "-uc", inspect.getsource(guard) + f"\nmain({silence})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -44,7 +44,7 @@ class Guarded:
 
     def go(self, command: str, folder: str = "/", keep: bool = False) -> None:
         job = {"argv": ["bash", "-c", command], "folder": folder, "env": {"COLOUR": "blue"}, "keep": keep}
-        self.say(json.dumps(job).encode())
+        self.say(json.dumps({**job, "grace": 1.0}).encode())
 
     def read(self) -> tuple[bytes, list[dict[str, object]]]:
         out, err = self.process.stdout.read(), self.process.stderr.read()  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def test_code_and_output_come_through(guarded: Guarded, command: str, code: int,
     out, events = guarded.read()
     assert out == output
     assert guarded.process.returncode == code
-    assert [event["event"] for event in events] == ["ready", "started", "ended", "exit"]
+    assert [event["event"] for event in events] == ["ready", "ended", "exit"]
     assert (events[-1]["code"], events[-1]["cause"], events[-1]["left"]) == (code, "ended", [])
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_left(guarded: Guarded, how: str) -> None:
     assert wait_until(lambda: marked(guarded.mark) == [])
     if how == "inner killed":
         assert guarded.read()[1][-1] == {
-            "event": "exit", "code": 137, "cause": "the guard was killed", "seconds": 0.0, "left": []
+            "event": "exit", "code": 137, "cause": "the guard was killed", "left": []
         }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from spile.errors import Failure, Interrupted
 from spile.hosts.hosts import Access, Host, parse_hosts
-from spile.hosts.run import Job, run_everywhere
+from spile.hosts.run import Job, StopRequest, jobs_for, run_everywhere
 
 
 def test_an_interrupt_while_connecting_runs_nothing() -> None:
@@ -21,9 +21,9 @@ def test_an_interrupt_while_connecting_runs_nothing() -> None:
         places = parse_hosts([f"127.0.0.1:{mute.getsockname()[1]}"])
 
         async def main() -> None:
-            interrupt = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.5, interrupt.set)
-            await run_everywhere(places, Job("true"), access=Access(), output=lambda *_: None, interrupt=interrupt)
+            stop = StopRequest()
+            asyncio.get_running_loop().call_later(0.5, stop.interrupt)
+            await run_everywhere(jobs_for(places, Job("true")), access=Access(), output=lambda *_: None, stop=stop)
 
         with pytest.raises(Interrupted, match="interrupted before anything ran"):
             asyncio.run(main())
@@ -37,7 +37,7 @@ def test_output_that_cannot_be_kept_ends_all(hosts: Hosts) -> None:
     access = Access(key=hosts.key, options=hosts.options)
     job = Job("if [ $TPU_WORKER_ID = 1 ]; then echo up; fi; sleep 1000")
     with pytest.raises(Failure, match="the disk is full"):
-        asyncio.run(run_everywhere(parse_hosts([hosts.named()]), job, access=access, output=full))
+        asyncio.run(run_everywhere(jobs_for(parse_hosts([hosts.named()]), job), access=access, output=full))
     assert wait_until(lambda: hosts.processes() == [])
 
 

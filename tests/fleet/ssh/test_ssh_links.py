@@ -16,8 +16,8 @@ import pytest
 
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
 from fleet.ssh.test_ssh_run import STUBBORN, results, up
+from spile.hosts import run
 from spile.hosts.hosts import Access, Host, parse_hosts
-from spile.hosts.run import Job, SessionTimes, run_everywhere
 
 
 class Proxy:
@@ -57,10 +57,12 @@ class Proxy:
             one.close()
 
 
-def test_a_silent_link_ends_both_sides(hosts: Hosts) -> None:
+def test_a_silent_link_ends_both_sides(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_HEARTBEAT", 0.5)
+    monkeypatch.setattr(run, "_SILENCE", 2.0)
     proxy = Proxy(hosts[1].port)
     places = parse_hosts([f"{hosts[0].name},127.0.0.1:{proxy.port},{hosts[2].name}"])
-    access = Access(key=hosts.key, options=hosts.options, alive_interval=1, alive_count=2)
+    access = Access(key=hosts.key, options=(*hosts.options, "ServerAliveInterval=1", "ServerAliveCountMax=2"))
     seen = dict.fromkeys(places, b"")
 
     def output(host: Host, data: bytes) -> None:
@@ -69,10 +71,8 @@ def test_a_silent_link_ends_both_sides(hosts: Hosts) -> None:
             proxy.silent.set()
 
     try:
-        job = Job(f"echo up; {STUBBORN}")
-        outcomes = asyncio.run(
-            run_everywhere(places, job, access=access, output=output, pace=SessionTimes(0.5, 2.0, 1.0))
-        )
+        jobs = run.jobs_for(places, run.Job(f"echo up; {STUBBORN}", grace=1.0))
+        outcomes = asyncio.run(run.run_everywhere(jobs, access=access, output=output))
         assert [outcome.cause for outcome in outcomes] == ["stopped", "the connection was lost", "stopped"]
         assert outcomes[1].code == 255
         assert wait_until(lambda: hosts.processes() == [])
