@@ -270,7 +270,7 @@ async def _pull_tar(host: Host, access: Access, place: str, into: Path) -> Moved
     incoming = into / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     with tempfile.TemporaryFile(dir=into) as packed:
-        await _run(host, access.command(host, f"cd {place} && tar -czf - ."), output=packed)
+        await _run(host, access.command(host, f"cd {place} && tar -cf - ."), output=packed)
         packed.seek(0)
         with (
             untrusted(Failure, f"{host.label} sent an archive that cannot be unpacked"),

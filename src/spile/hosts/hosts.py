@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from spile.errors import Failure, SpecError, UserError
@@ -56,7 +56,6 @@ class Access:
     key: Path | None = None
     options: tuple[str, ...] = ()
     """Additional options of ssh, ``Key=value``, which take precedence."""
-    program: str = field(default_factory=lambda: shutil.which("ssh") or "ssh")
 
     def command(self, host: Host, remote: str) -> list[str]:
         """Return the ssh command line that runs ``remote`` in the host's shell."""
@@ -69,7 +68,7 @@ class Access:
             "ServerAliveCountMax=3",
             *(self._gcloud(host) if host.node_id else ["StrictHostKeyChecking=accept-new"]),
         ]
-        words = [self.program, "-T"]
+        words = ["ssh", "-T"]
         for option in options:
             words += ["-o", option]
         key = self.key or (GCLOUD_KEY if host.node_id else None)
@@ -94,7 +93,7 @@ class Access:
 
     def check(self, hosts: Sequence[Host]) -> None:
         """Raise now for problems that every host would report."""
-        if shutil.which(self.program) is None:
+        if shutil.which("ssh") is None:
             raise UserError("no ssh here", expected="OpenSSH's client", fix="install openssh-client")
         key = self.key or (GCLOUD_KEY if any(host.node_id for host in hosts) else None)
         if key is not None and not key.expanduser().is_file():
@@ -132,21 +131,10 @@ def ensure_key(path: Path = GCLOUD_KEY) -> str:
     public = private.with_name(private.name + ".pub")
     if not private.exists():
         private.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        program = shutil.which("ssh-keygen")
-        if program is None:
+        if shutil.which("ssh-keygen") is None:
             raise UserError("no ssh-keygen here", fix="install openssh-client")
-        words = [
-            program,
-            "-q",
-            "-t",
-            "rsa",
-            "-N",
-            "",
-            "-C",
-            f"{getpass.getuser()}@{os.uname().nodename}",
-            "-f",
-            str(private),
-        ]
+        owner = f"{getpass.getuser()}@{os.uname().nodename}"
+        words = ["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-C", owner, "-f", str(private)]
         made = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
         if made.returncode != 0:
             raise Failure("ssh-keygen failed", found=made.stderr.strip() or made.returncode)

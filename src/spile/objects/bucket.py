@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -127,10 +128,6 @@ class Bucket:
         except connection.errors as error:
             raise from_obstore(error) from error
 
-    def again(self, attempt: Callable[[], Result]) -> Result:
-        """Retry until the attempt succeeds; raise the last :class:`RequestFailure` if it cannot."""
-        return self.retry.call(attempt, self.stats)
-
 
 class BucketFolder:
     """A prefix of a bucket."""
@@ -245,7 +242,8 @@ class BucketFolder:
 
     def delete(self, key: str) -> None:
         name = self._name(key)
-        self._remove(key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
+        with suppress(NotFound):
+            self._run("delete", key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
 
     def writer(self, key: str, size: int) -> BucketWriter:
         """Return a writer with memory for ``size`` bytes; wait while open writers hold too much."""
@@ -270,17 +268,17 @@ class BucketFolder:
 
     def discard(self, remains: Unfinished) -> None:
         name = self._name(remains.key)
-        self._remove(remains.key, lambda: self.bucket.cloud.discard(name, remains.handle))
 
-    def _remove(self, key: str, attempt: Callable[[], None]) -> None:
-        def tolerant() -> None:
+        def attempt() -> None:
             try:
-                attempt()
-            except RequestFailure as failure:
+                self.bucket.cloud.discard(name, remains.handle)
+            except (
+                RequestFailure
+            ) as failure:  # Not retried, although a missing upload is temporary while it is written.
                 if not failure.absent:
                     raise
 
-        self._run("delete", key, tolerant)
+        self._run("delete", remains.key, attempt)
 
     def region(self) -> str | None:
         return self._run("read", "", self.bucket.cloud.region)
@@ -291,10 +289,10 @@ class BucketFolder:
     def _run(self, verb: str, key: str, attempt: Callable[[], Result]) -> Result:
         """Retry an attempt; turn its last failure into one line that names the object, the cause and the fix."""
         try:
-            return self.bucket.again(attempt)
+            return self.bucket.retry.call(attempt, self.stats)
         except RequestFailure as failure:
             address = f"{self.url}/{key}".rstrip("/")
-            if failure.absent and verb == "read":
+            if failure.absent and verb in ("read", "delete"):
                 raise NotFound(f"no such object {address}") from failure
             fix = _fix(self.bucket.cloud, failure)
             raise StoreError(f"cannot {verb} {address}", found=failure.cause, fix=fix) from failure
@@ -313,7 +311,7 @@ def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
         return f"create it ({make}) and run the same command again"
     if failure.status in (401, 403):
         return f"let this account read and write {url}, then run the same command again"
-    if failure.wrong_region:
+    if failure.code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return f"set AWS_REGION to the region of {url}"
     if failure.code == "InvalidPath":
         return 'rename or remove that object; a name must not contain an empty part, "." or ".."'

@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
@@ -295,7 +293,6 @@ _BOTOCORE_ERRORS = {
 }
 """Causes and fixes for botocore's exceptions, by the name of the class or one of its bases."""
 _BOTOCORE_TEMPORARY = ("ConnectionError", "HTTPClientError", "MetadataRetrievalError")
-_REGION_HEADER = "x-amz-bucket-region"
 
 _lock = threading.Lock()
 _session: Any = None
@@ -403,13 +400,11 @@ def aws_endpoint() -> str | None:
 
 
 def _configured_endpoint(session: Any) -> Any:
-    profile = session.get_scoped_config()
-    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
-    if str(ignored).lower() == "true":
+    from botocore.configprovider import ConfiguredEndpointProvider
+
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
-    own = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
-    found = own.get("endpoint_url") if isinstance(own, dict) else None
-    return found or profile.get("endpoint_url") or None
+    return ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
 
 
 def _amazon_url(region: str | None = None) -> str:
@@ -420,16 +415,13 @@ def _amazon_url(region: str | None = None) -> str:
 
 def _ask_region(bucket: str) -> str | None:
     """Ask S3 for a bucket's region. It tells anyone, even in a refusal; None if there is no answer."""
-    request = urllib.request.Request(f"{_amazon_url()}/{quote(bucket)}", method="HEAD")  # noqa: S310 - always https
+    import requests
+
     try:
-        with urllib.request.urlopen(request, timeout=_CONNECT_SECONDS) as reply:  # noqa: S310
-            headers = reply.headers
-    except urllib.error.HTTPError as error:
-        headers = error.headers
-    except OSError:
+        reply = requests.head(f"{_amazon_url()}/{quote(bucket)}", timeout=_CONNECT_SECONDS)
+    except requests.RequestException:
         return None
-    found = headers.get(_REGION_HEADER)
-    return None if found is None else str(found)
+    return reply.headers.get("x-amz-bucket-region")
 
 
 _REGIONS: dict[str, str | None] = {}

@@ -91,11 +91,6 @@ class RequestFailure(Exception):
         """Whether a conditional write found another object in place. Azure answers 409 where the others answer 412."""
         return self.status == 412 or self.code == "BlobAlreadyExists"
 
-    @property
-    def wrong_region(self) -> bool:
-        """Whether the request went to a region that does not hold the bucket."""
-        return self.code in ("PermanentRedirect", "AuthorizationHeaderMalformed")
-
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and what it was raised from."""

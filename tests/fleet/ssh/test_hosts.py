@@ -87,7 +87,7 @@ def test_the_preferred_zone_decides() -> None:
 
 def test_a_tpu_is_reached_as_gcloud_does() -> None:
     (host,) = hosts_of([node("t")], "t")
-    words = Access(program="ssh").command(host, "true")
+    words = Access().command(host, "true")
     home = Path("~/.ssh").expanduser()
     for option in (
         "CheckHostIP=no",
@@ -108,7 +108,7 @@ def test_a_named_host_is_reached_as_its_owner_does() -> None:
     me, other = parse_hosts(["me@h:2222,[::1]:22"])
     assert (me.user, me.address, me.port, me.worker) == ("me", "h", 2222, 0)
     assert (other.user, other.address, other.port, other.worker) == (None, "::1", 22, 1)
-    words = Access(program="ssh", options=("ProxyJump=b",)).command(me, "true")
+    words = Access(options=("ProxyJump=b",)).command(me, "true")
     assert "-i" not in words
     assert "IdentitiesOnly=yes" not in words
     assert words[:4] == ["ssh", "-T", "-o", "ProxyJump=b"]

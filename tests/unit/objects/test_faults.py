@@ -215,8 +215,10 @@ def test_an_abandoned_upload_is_found_and_removed(cloud_folder: Folder, clouds: 
     assert remains.key == "tpu_0/shard"
     assert list(cloud_folder.unfinished("tpu_1/")) == []
     assert [r.key for r in cloud_folder.child("tpu_0").unfinished()] == ["shard"]
+    retries = cloud_folder.stats.retries
     cloud_folder.discard(remains)
     cloud_folder.discard(remains)
+    assert cloud_folder.stats.retries == retries
     assert list(cloud_folder.unfinished()) == []
 
 
