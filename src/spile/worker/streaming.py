@@ -63,6 +63,7 @@ _Rows = dict[str, _Array]
 
 _POLL = 0.5
 """Seconds between checks whether a waiting thread should end."""
+_END_SECONDS = 30.0
 _LEAST_WINDOW = 4
 """Batches whose samples are packed together, at least: fewer would waste computation on padding."""
 _SHARD_BYTES = 64e6
@@ -308,7 +309,9 @@ class ProcessWorker:
         return found
 
     def _failure(self) -> Failure:
-        return _worker_ended(f"exit code {self._process.wait()}")  # it ends when its connection does
+        with suppress(subprocess.TimeoutExpired):  # it ends when its connection does
+            self._process.wait(_END_SECONDS)
+        return _worker_ended(f"exit code {self._process.returncode}")
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -296,15 +297,13 @@ class Model:
         if self.spec.backend == "torch":
             return tuple(wanted)
         config = self.files.config
+        found: dict[Tap, None] = {}
         for tap in wanted:
             tap_rows(tap, config.sizes(tap.layer), "float32")  # raises an error for a tap that the model does not have
-        layers = range(config.n_layers)
-        found = dict.fromkeys(
-            each
-            for tap in wanted
-            for each in ([tap] if tap.layer is None else [replace(tap, layer=layer) for layer in layers])
-            if tap.layer is None or _exists(each, self.files)
-        )
+            for layer in (None,) if tap.layer is None else range(config.n_layers):
+                with suppress(SpecError):  # in some models only some layers have experts
+                    tap_rows(tap, config.sizes(layer), "float32")
+                    found[replace(tap, layer=layer)] = None
         return tuple(found)
 
     def _plan(self, samples: Sequence[Sample], taps: Sequence[Tap], groups: int) -> Sizes:
@@ -377,12 +376,3 @@ def _checked_edit(tap: Tap, function: EditFunction) -> Edit:
         return new.astype(rows.dtype)
 
     return edit
-
-
-def _exists(tap: Tap, files: ModelFiles) -> bool:
-    """Return whether a layer has this tap: in some models only some layers have experts."""
-    try:
-        tap_rows(tap, files.config.sizes(tap.layer), "float32")
-    except SpecError:
-        return False
-    return True

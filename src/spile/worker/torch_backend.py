@@ -250,18 +250,15 @@ class Hooks:
             for handle in handles:
                 handle.remove()
 
-    def run(self, tokens: Any, mask: Any, follows: Any) -> Mapping[Tap, Any]:
-        """Run padded rows up to the last layer that a tap needs; return the values of every tap.
-
-        ``follows``: whether a token of the same row comes next.
-        """
+    def run(self, tokens: Any, mask: Any) -> Mapping[Tap, Any]:
+        """Run padded rows up to the last layer that a tap needs; return the values of every tap."""
         kept: dict[Tap, Any] = {}
         needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
         needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
         with inference_on(self.model), self.capture(kept.__setitem__, stop_early=True):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
-            kept.update(_of_logits(out.logits, tokens, follows, self.taps))
+            kept.update(_of_logits(out.logits, tokens, mask, self.taps))
         rows, length = tokens.shape
         return {tap: value.reshape(rows, length, -1) for tap, value in kept.items()}
 
@@ -319,18 +316,18 @@ def _heads_of(tap: Tap, value: Any, model: Any) -> Any:
     return value.unflatten(-1, (-1, _head_dim(text_config(model.config))))[..., list(tap.heads), :]
 
 
-def _of_logits(logits: Any, tokens: Any, follows: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
-    import torch
+def _of_logits(logits: Any, tokens: Any, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
+    """Return the values of the taps that are derived from the logits. The loss is 0 if no token follows in the row."""
+    from torch.nn.functional import cross_entropy, pad
 
-    tokens, follows = tokens.to(logits.device), follows.to(logits.device)
     found: dict[Tap, Any] = {}
     for tap in taps:
         if tap.site == "loss":
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
-            ).reshape(tokens.shape[0], -1)
-            loss = torch.nn.functional.pad(loss, (0, 1))
-            found[tap] = torch.where(follows, loss, torch.zeros_like(loss))
+            given, following = logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].to(logits.device)
+            loss = cross_entropy(given, following.flatten(), reduction="none").reshape(following.shape)
+            if mask is not None:
+                loss = loss.masked_fill(mask[:, 1:].to(logits.device) == 0, 0)
+            found[tap] = pad(loss, (0, 1))
         elif tap.site in _OF_LOGITS:
             top = logits.topk(tap.top, dim=-1)
             found[tap] = top.values if tap.site == "logits" else top.indices
@@ -581,13 +578,10 @@ def torch_rows(files: ModelFiles, taps: Sequence[Tap], store_dtype: str) -> tupl
     """Return name, shape and dtype of the stored rows of each tap, from a forward pass of shapes."""
     import torch
 
-    def found(model: Any, mask: bool) -> Mapping[Tap, Any]:
-        tokens = torch.ones((1, 2), dtype=torch.long, device=input_device(model))
-        return Hooks(model, taps).run(tokens, torch.ones_like(tokens) if mask else None, tokens > 0)
-
+    tokens = torch.ones((1, 2), dtype=torch.long)
     try:
-        values = found(_load_shapes(files), mask=False)
+        values = Hooks(_load_shapes(files), taps).run(tokens.to("meta"), None)
     except RuntimeError:  # the model depends on values, which shapes do not have
-        values = found(load_model(files, "float32"), mask=True)
+        values = Hooks(load_model(files, "float32"), taps).run(tokens, torch.ones_like(tokens))
     widths = {tap: values[tap].shape[-1] for tap in taps}
     return tuple(TapRows(str(tap), (width,), tap.stored_as(store_dtype, width)) for tap, width in widths.items())

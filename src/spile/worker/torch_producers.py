@@ -112,9 +112,8 @@ class TorchProducer(Producer):
 
         hooks = self._hooks[group]
         tokens, mask = pad([sample.tokens for sample in samples], input_device(hooks.model))
-        follows = torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool()
         try:
-            drawn = hooks.run(tokens, mask, follows)
+            drawn = hooks.run(tokens, mask)
             if self._mean:
                 drawn = {tap: _masked_mean(value, mask) for tap, value in drawn.items()}
             arrays = [copy_rows(tap, drawn[tap], self._store_dtype) for tap in self._taps]

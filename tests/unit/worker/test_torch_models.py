@@ -196,7 +196,7 @@ def test_layers_after_the_last_tap_and_the_head_are_not_computed(tmp_path: Path)
 
     def computed(*taps: Tap) -> list[Any]:
         calls.clear()
-        assert set(Hooks(model, taps).run(tokens, None, tokens > 0)) == set(taps)
+        assert set(Hooks(model, taps).run(tokens, None)) == set(taps)
         return list(calls)
 
     assert computed(Tap("residual", 0)) == [0]
@@ -213,7 +213,7 @@ def test_the_parts_of_an_encoder_layer_add_up(tmp_path: Path) -> None:
     sites = ("resid_pre", "attn", "resid_mid", "mlp", "residual")
     for name in ("esm", "modernbert", "bert"):
         model = load(name, tmp_path / name)
-        found = Hooks(model, [Tap(site, 1) for site in sites]).run(tokens, torch.ones_like(tokens), tokens > 0)
+        found = Hooks(model, [Tap(site, 1) for site in sites]).run(tokens, torch.ones_like(tokens))
         before, attention, middle, mlp, after = (found[Tap(site, 1)] for site in sites)
         added, again = before + attention, middle + mlp
         if name == "bert":  # its norms come after the sums

@@ -112,7 +112,7 @@ class Identity:
 
 
 _Facts = dict[str, Any]
-"""What a source knows of the fields of :class:`Identity`."""
+"""What a source knows of the fields of :class:`Identity`, with its own name as ``source``."""
 
 
 def find_identity(
@@ -130,18 +130,16 @@ def find_identity(
     ``hosts`` is the number of hosts of ``--topology``. ``detect`` returns coordinator, count and number.
     """
     flags = {"process": process_id, "count": num_processes, "coordinator": coordinator_address}
-    facts: _Facts = {name: value for name, value in flags.items() if value is not None}
+    facts: _Facts = {"source": "flags", **{name: value for name, value in flags.items() if value is not None}}
     no_answer: NoMetadata | None = None
-    source = "flags"
-    if num_processes != 1 and len(facts) < len(flags):
-        described: tuple[str, _Facts] = "", {}
+    if num_processes != 1 and None in flags.values():
+        described: _Facts = {}
         try:
             described = _from_metadata(metadata, environment)
         except NoMetadata as error:  # raised below if no other source knows the slice
             no_answer = error
-        sources = [("flags", facts), described, _from_variables(environment), _from_jax(detect, environment)]
-        facts, source = _merge(sources)
-    count, process = facts.get("count", hosts), facts.get("process")
+        facts = _merge(facts, described, _from_variables(environment), _from_jax(detect, environment))
+    count, process, source = facts.get("count", hosts), facts.get("process"), facts["source"]
     if no_answer is not None and (count in (None, 1) or process is None):
         raise no_answer
     if count is None and process:
@@ -168,15 +166,15 @@ def find_identity(
         )
     if not 0 <= process < count:
         raise SpecError(f"this process's number ({source})", expected=f"from 0 to {count - 1}", found=process)
-    return _locate(facts, process, count, source, environment)
+    return _locate(facts, process, count, environment.get("SPILE_POD_SECRET"))
 
 
-def _locate(facts: _Facts, process: int, count: int, source: str, environment: Mapping[str, str]) -> Identity:
+def _locate(facts: _Facts, process: int, count: int, secret: str | None) -> Identity:
     hosts: tuple[str, ...] = facts.get("hosts", ())
     address = facts.get("coordinator") or (hosts[0] if hosts else "")
     if not address:
         raise SpecError(
-            f"process {process} of {count} does not know where worker 0 is ({source})",
+            f"process {process} of {count} does not know where worker 0 is ({facts['source']})",
             fix="give --coordinator-address HOST",
         )
     host, colon, port = address.rpartition(":")
@@ -188,28 +186,28 @@ def _locate(facts: _Facts, process: int, count: int, source: str, environment: M
         coordinator=host,
         port=_number(port, "--coordinator-address's port") if port else ROLL_CALL_PORT,
         hosts=hosts if len(hosts) == count else (),
-        source=source,
-        secret=environment.get("SPILE_POD_SECRET") or facts.get("secret", ""),
+        source=facts["source"],
+        secret=secret or facts.get("secret", ""),
     )
 
 
-def _merge(sources: list[tuple[str, _Facts]]) -> tuple[_Facts, str]:
-    """Take each fact from the first source that has it; return also the names of the sources that contributed."""
+def _merge(*sources: _Facts) -> _Facts:
+    """Take each fact from the first source that has it, and name the sources that contributed."""
     known: _Facts = {}
     names = []
-    for name, facts in sources:
-        if not facts.keys() <= known.keys():
-            names.append(name)
+    for facts in sources:
+        if facts.keys() - known.keys() - {"source"}:
+            names.append(facts["source"])
         known = {**facts, **known}
-    return known, ", ".join(names)
+    return {**known, "source": ", ".join(names)}
 
 
-def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> tuple[str, _Facts]:
+def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) -> _Facts:
     if metadata is None or "TPU_SKIP_MDS_QUERY" in environment:
-        return "", {}
+        return {}
     number, endpoints = metadata("agent-worker-number"), metadata("worker-network-endpoints")
     if not number and not endpoints:
-        return "", {}
+        return {}
     if not number or not endpoints:
         raise PodError(
             "the VM's metadata names only a part of the host's place in the slice",
@@ -222,16 +220,14 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
     # Lines such as MEGASCALE_NUM_SLICES: '2'.
     lines = (line.partition(":") for line in (metadata("tpu-env") or "").splitlines() if ":" in line)
     variables = {key.strip(): value.strip().strip("'") for key, _, value in lines}
-    source, facts = _in_slices(
-        _number(number, "agent-worker-number"), hosts, {**variables, **environment}, "the VM's metadata"
-    )
+    process = _number(number, "agent-worker-number")
+    facts = _in_slices(process, hosts, {**variables, **environment}, "the VM's metadata")
     # spile tpu create and spile deploy give a slice this secret.
-    if facts["count"] != 1 and (secret := metadata("spile-secret")):
-        facts["secret"] = secret
-    return source, facts
+    secret = metadata("spile-secret") if facts["count"] != 1 else None
+    return {**facts, "secret": secret} if secret else facts
 
 
-def _from_variables(environment: Mapping[str, str]) -> tuple[str, _Facts]:
+def _from_variables(environment: Mapping[str, str]) -> _Facts:
     listed = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
     hosts = tuple(host.strip() for host in listed.split(",") if host.strip())
     source = "CLOUD_TPU_TASK_ID"
@@ -240,40 +236,44 @@ def _from_variables(environment: Mapping[str, str]) -> tuple[str, _Facts]:
         source = "TPU_WORKER_ID"
     text = environment.get(source, "").strip()
     if not text:
-        return "", {}
+        return {}
     number = _number(text, source)
     if len(hosts) > 1:
         return _in_slices(number, hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
-    return source, {"process": number, "hosts": hosts, "count": 1} if hosts else {"process": number}
+    return {"source": source, "process": number, **({"hosts": hosts, "count": 1} if hosts else {})}
 
 
-def _in_slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> tuple[str, _Facts]:
+def _in_slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Facts:
     """Return the place in one slice, or in one of several that act together (multislice)."""
     slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
     mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
     if slices <= 1 or not coordinator:
-        return source, {"process": number, "count": len(hosts), "hosts": hosts}
-    return f"{source}, slice {mine} of {slices}", {
+        return {"source": source, "process": number, "count": len(hosts), "hosts": hosts}
+    return {
+        "source": f"{source}, slice {mine} of {slices}",
         "process": number + mine * len(hosts),
         "count": slices * len(hosts),
         "coordinator": _without_port(coordinator),
     }
 
 
-def _from_jax(detect: Callable[[], tuple[str, int, int] | None], environment: Mapping[str, str]) -> tuple[str, _Facts]:
-    address, count, process = (
-        environment.get(f"JAX_{name}") for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
-    )
+def _from_jax(detect: Callable[[], tuple[str, int, int] | None], environment: Mapping[str, str]) -> _Facts:
+    names = ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    address, count, process = (environment.get(f"JAX_{name}", "") for name in names)
     if address and count and process:
-        facts = {"process": _number(process, "JAX_PROCESS_ID"), "count": _number(count, "JAX_NUM_PROCESSES")}
-        return "JAX_PROCESS_ID", {**facts, "coordinator": _without_port(address)}
-    detected = detect()
-    if detected is None:
-        return "", {}
-    address, processes, number = detected
-    facts = {"process": number, "count": processes}
-    return "JAX's cluster detection", {**facts, "coordinator": _without_port(address)}
+        source = "JAX_PROCESS_ID"
+        detected = address, _number(count, "JAX_NUM_PROCESSES"), _number(process, source)
+    elif (found := detect()) is not None:
+        source, detected = "JAX's cluster detection", found
+    else:
+        return {}
+    return {
+        "source": source,
+        "coordinator": _without_port(detected[0]),
+        "count": detected[1],
+        "process": detected[2],
+    }
 
 
 def _without_port(address: str) -> str:

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from spile.errors import PodError, SpecError, SpileError
 from spile.spec.run import ExtractSpec
@@ -48,12 +48,12 @@ class WorkerGroup:
         return self
 
     def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
-        """Return the first process's value, converted to JSON and back, on every process."""
+        """Return the first process's value, converted to JSON and back, on every process; ignore those of others."""
         agreed: T = json.loads(json.dumps(value))
         return agreed
 
     def barrier(self, name: str) -> None:
-        """Wait for all processes."""
+        """Wait for all processes; :class:`PodError` names the missing ones."""
 
     def control(self, local: Control) -> Control:
         """Return a control that gives every process the same verdicts."""
@@ -64,7 +64,7 @@ class WorkerGroup:
         return Sink(stream, after_commit)
 
     def notify_end(self, error: BaseException) -> None:
-        """Tell the other processes why this one ends."""
+        """Tell the other processes why this one ends, so that they end with the same line and code."""
 
 
 def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
@@ -316,7 +316,6 @@ class Pod(WorkerGroup):
         self._runs = 0
 
     def begin_run(self) -> Pod:
-        """Return the same pod with separate key names for one more run."""
         self._runs += 1
         return Pod(self.identity, self.coordination.scoped(f"run-{self._runs}"), self._watch, None, self.times)
 
@@ -331,13 +330,11 @@ class Pod(WorkerGroup):
         self._watch.report(text)
 
     def barrier(self, name: str) -> None:
-        """Wait for all processes; :class:`PodError` names the missing ones."""
         self.report(f"waiting at barrier '{name}'")
         self.coordination.barrier(name, self.times.barrier)
         self.report(f"past barrier '{name}'")
 
     def agree(self, name: str, value: T | None = None) -> T:
-        """Return process 0's value, which must be JSON, on every process. The argument of the others is ignored."""
         if self.first:
             self.coordination.put(f"agreed/{name}", json.dumps(value))
         agreed: T = json.loads(self.wait_for(f"agreed/{name}", 0, f"send '{name}'"))
@@ -357,7 +354,6 @@ class Pod(WorkerGroup):
         )
 
     def notify_end(self, error: BaseException) -> None:
-        """Tell the other processes why this one ends, so that they end with the same line and code."""
         line, code = _line_and_code(error)
         self.coordination.put(f"ended/{self.identity.process}", json.dumps({"line": line, "code": code}))
 
@@ -500,22 +496,24 @@ def _check_forward(hosts: WorkerGroup, log: Line) -> None:
     files = model_files.find(EMBEDDED)
     taps = (Tap("residual", files.config.n_layers - 1),)
     dtype = compute_dtype_for(jax.default_backend())
-
-    def producer(devices: list[jax.Device], shape: tuple[int, int]) -> DeviceProducer:
-        mesh = make_mesh(shape, devices)
-        params = load(files, dtype, None, MeshPlan(files.config, *shape).place(mesh))
-        return DeviceProducer(
-            params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype=dtype
-        )
-
     tokens = np.arange(_CHECK_TOKENS, dtype=np.int32) % files.config.vocab_size
     sample = Sample(0, "check", tokens, np.zeros(_CHECK_TOKENS, np.uint8))
-    everyone = producer(jax.devices(), _mesh_shape(jax.device_count()))
-    together = everyone.fetch(everyone.start(Batch((((sample,),),) * everyone.groups, 1, _CHECK_TOKENS)))[0]
-    alone = producer([jax.local_devices()[0]], (1, 1))
-    reference = alone.fetch(alone.start(Batch((((sample,),),), 1, _CHECK_TOKENS)))[0][0].rows.astype(np.float64)
-    scale = float(np.sqrt(np.mean(np.square(reference))))
-    worst = max(float(np.max(np.abs(block.rows.astype(np.float64) - reference))) for block in together) / scale
+
+    def rows(devices: list[jax.Device], shape: tuple[int, int]) -> list[Any]:
+        """Return the rows that each device computes for the same sample."""
+        mesh = make_mesh(shape, devices)
+        params = load(files, dtype, None, MeshPlan(files.config, *shape).place(mesh))
+        producer = DeviceProducer(
+            params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype=dtype
+        )
+        batch = Batch((((sample,),),) * producer.groups, 1, _CHECK_TOKENS)
+        return [block.rows.astype(np.float64) for block in producer.fetch(producer.start(batch))[0]]
+
+    count = jax.device_count()
+    # Both axes of the mesh, if possible, so that collectives are tested too.
+    together = rows(jax.devices(), (count // 2, 2) if count % 2 == 0 else (count, 1))
+    (reference,) = rows(jax.local_devices()[:1], (1, 1))
+    worst = max(float(np.abs(each - reference).max()) for each in together) / float(np.sqrt(np.mean(reference**2)))
     if worst > _TOLERANCE:
         raise PodError(
             f"{hosts.name or 'this process'}: the forward over all devices",
@@ -523,9 +521,4 @@ def _check_forward(hosts: WorkerGroup, log: Line) -> None:
             found=f"{worst:.3g}",
             fix="recreate this slice; one of its chips or links is broken",
         )
-    log(f"✓ Forward over {jax.device_count()} devices agrees with one device (largest difference {worst:.1e})")
-
-
-def _mesh_shape(devices: int) -> tuple[int, int]:
-    """Return a mesh shape that uses both axes if possible, so that collectives are tested too."""
-    return (devices // 2, 2) if devices % 2 == 0 else (devices, 1)
+    log(f"✓ Forward over {count} devices agrees with one device (largest difference {worst:.1e})")
