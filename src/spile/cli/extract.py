@@ -139,13 +139,10 @@ def worker(
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
-    from spile.store.claims import ClaimBook
-    from spile.worker.claiming import default_worker_name, goal_of, work_on_claims
+    from spile.worker.claiming import work_on_claims
     from spile.worker.signals import exit_handler, handled
 
     within("--claim-seconds", seconds, 1, 86400)
-    root, worker = open_folder(spec.output), name or default_worker_name()
-    book = ClaimBook(root, worker, expiry=seconds, goal=goal_of(spec.data))
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)
@@ -153,8 +150,9 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
         return work_on_claims(
             spec.data,
             spec.output,
-            book,
             lambda stream: run_stream(spec.for_stream(stream), pod, identity, verbose, hosts),
+            worker=name,
+            expiry=seconds,
             hosts=hosts,
             log=log,
         )

@@ -240,7 +240,7 @@ class _AlignedSink(Sink):
         super().__init__(store, after_commit)
         self._wanted: set[Alignment] = {alignment(record) for record in wanted}
 
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         """Check the shard, then commit it."""
         if record is not None and alignment(record) not in self._wanted:
             raise Damaged(

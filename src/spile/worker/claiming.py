@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spile.data.manifest import STREAM, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
-from spile.objects import open_folder
+from spile.objects import Folder, open_folder
 from spile.spec.run import DataSpec
-from spile.store.claims import Claim, ClaimBook
+from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
 from spile.worker.pod.pod import WorkerGroup
 
@@ -21,17 +20,13 @@ _NOTHING = -1
 """The value that the first host of a pod sends to the others if no stream is left to claim."""
 
 
-def default_worker_name() -> str:
-    """Return a name that no other running worker has: host and process."""
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 def work_on_claims(
     data: DataSpec,
     output: str,
-    book: ClaimBook,
     run: Callable[[int], int],
     *,
+    worker: str | None = None,
+    expiry: float = CLAIM_SECONDS,
     hosts: WorkerGroup | None = None,
     log: Callable[[str], None] = lambda _line: None,
 ) -> int:
@@ -39,53 +34,58 @@ def work_on_claims(
 
     If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
     One process alone sets a failed stream aside. It raises the error at the end, or if two fail before one succeeds.
+    Return 0 if no stream was left to claim, else the exit code of the stream that was interrupted.
 
     Args:
         data: The data of the run spec; it must name a folder of streams.
         output: The dataset's folder.
-        book: The claims, under this worker's name.
         run: Runs one stream and returns its exit code.
+        worker: A name that no other running worker has; host and process unless given.
+        expiry: Seconds without a renewal after which the claim of another worker is taken over.
         hosts: The pod that this process belongs to. Its first process claims streams for all processes.
         log: Called with each log line.
-
-    Returns:
-        0 if no stream was left to claim, else the exit code of the stream that was interrupted.
     """
-    hosts = hosts or WorkerGroup()
-    snapshots = SnapshotReader(open_folder(output))
-    left = {stream.number: stream for stream in _planned_streams(data)}
-    count = len(left)
-    finished: set[int] = set()
-    failed: dict[int, SpileError] = {}
-    for turn in itertools.count():  # A key of a pod must not be used twice: the other hosts would read its old value.
+    hosts, root = hosts or WorkerGroup(), open_folder(output)
+    book = _open_book(root, data, worker or f"{socket.gethostname()}-{os.getpid()}", expiry)
+    snapshots, left = SnapshotReader(root), _planned_streams(data)
+    count, turn, finished = len(left), 0, 0
+    failed: list[SpileError] = []
+    while True:
         claim = take_unfinished(book, snapshots, left) if hosts.first else None
+        turn += 1  # A key of a pod must not be used twice: the other hosts would read its old value.
         stream = int(hosts.agree(f"claim/{turn}", _NOTHING if claim is None else claim.stream))
         if stream == _NOTHING:
             if failed:
-                raise next(iter(failed.values()))
+                raise failed[0]
             log("no stream is left to claim")
             return 0
         log(f"stream {stream} of {count}")
         try:
             code = run(stream) if claim is None else _run_claimed(claim, run, log)
-        except Fenced as error:
-            if hosts.name:
+        except SpileError as error:
+            if hosts.name or isinstance(error, Interrupted):  # The other hosts of a pod cannot know what happened here.
                 raise
-            log(f"{error.problem}; taking the next stream")
-            continue
-        except SpileError as error:  # The other hosts of a pod cannot know what happened here.
-            if isinstance(error, Interrupted) or hosts.name or (failed and not finished):
+            if isinstance(error, Fenced):
+                log(f"{error.problem}; taking the next stream")
+                continue
+            if failed and not finished:
                 raise
             log(f"stream {stream} failed: {error}")
-            failed[stream] = _without_frames(error)
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # Their frames hold the model in memory.
+            failed.append(error)
             left.pop(stream, None)
             continue
         if code == 0:
-            finished.add(stream)
+            finished += 1
             left.pop(stream, None)  # --max-tokens may end a stream before its last sample
         elif code != Fenced.exit_code:
             return code
-    raise AssertionError("unreachable")
+
+
+def _open_book(root: Folder, data: DataSpec, worker: str, expiry: float) -> ClaimBook:
+    # Runs that end each stream at the same sample have the same goal.
+    goal = repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
+    return ClaimBook(root, worker, expiry=expiry, goal=goal)
 
 
 def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], None]) -> int:
@@ -95,10 +95,20 @@ def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], N
     return code
 
 
-def _without_frames(error: SpileError) -> SpileError:
-    """Return the error without its traceback, which would keep the model in memory."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error
+class PlannedStream(NamedTuple):
+    """One stream of the split."""
+
+    size: int
+    """Its samples, or bytes if the folder has no ``streams.json``. Larger streams are claimed first."""
+    wanted: int | None
+    """The samples that the run asks for; None if only the worker can tell."""
+
+    def is_done(self, view: StreamView) -> bool:
+        """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
+        if view.state is not State.DONE:
+            return False
+        # It may be done by the smaller --max-samples of an earlier run.
+        return self.wanted is None or view.expected is None or view.expected >= self.wanted
 
 
 def take_unfinished(
@@ -126,47 +136,24 @@ def take_unfinished(
             return claim
 
 
-def goal_of(data: DataSpec) -> str:
-    """Return a text that is equal for runs that end each stream at the same sample."""
-    return repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
-
-
-@dataclass(frozen=True)
-class PlannedStream:
-    """One stream of the split."""
-
-    number: int
-    size: int
-    """Its samples, or bytes if the folder has no ``streams.json``. Larger streams are claimed first."""
-    wanted: int | None
-    """The samples that the run asks for; None if only the worker can tell."""
-
-    def is_done(self, view: StreamView) -> bool:
-        """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
-        if view.state is not State.DONE:
-            return False
-        # It may be done by the smaller --max-samples of an earlier run.
-        return self.wanted is None or view.expected is None or view.expected >= self.wanted
-
-
-def _planned_streams(data: DataSpec) -> list[PlannedStream]:
+def _planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
     if data.dataset_dir is None:
         raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)
     if manifest is not None:
-        found = [_plan(data, number, entry.samples) for number, entry in enumerate(manifest.streams)]
+        found = {number: _plan(data, entry.samples) for number, entry in enumerate(manifest.streams)}
     else:
         files = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
-        found = [PlannedStream(int(match[1]), size, None) for match, size in files if match is not None]
+        found = {int(match[1]): PlannedStream(size, None) for match, size in files if match is not None}
     if not found:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
     return found
 
 
-def _plan(data: DataSpec, number: int, rows: int) -> PlannedStream:
+def _plan(data: DataSpec, rows: int) -> PlannedStream:
     """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
     samples = rows * data.prompt.predictions_per_task
     size = samples if data.max_samples is None else min(samples, data.max_samples)
     exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
-    return PlannedStream(number, size, size if exact else None)
+    return PlannedStream(size, size if exact else None)

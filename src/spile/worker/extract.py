@@ -10,7 +10,6 @@ import signal
 import threading
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -42,7 +41,7 @@ from spile.store.stream import StreamStore, claim_answers, join_run, join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.infer import answer_producer, check_generation, write_answers
-from spile.worker.pipeline import run_pipeline
+from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.pod.pod import WorkerGroup, check_same_command
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, with_positions
 from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watching_for_hangs, write_checkpoint_file
@@ -278,16 +277,18 @@ class StreamWork:
     def _run_pipeline(self, reader: SampleReader) -> bool:
         run, producer = self._run, self._producer
         infer = run.spec.generation is not None  # its samples get their positions once the answers are known
-        return run_pipeline(
+        finished = run_pipeline(
             reader if infer else with_positions(reader, run.spec),
             producer,
             self._sink,
             run.sizes if infer else sizes_for_stream(run.sizes, run.spec, reader, producer.groups),
             progress=self._progress,
             control=self._control,
-            end=partial(end_of_stream, run, self._stream, reader),
             limit=self._limit,
         )
+        if finished:
+            commit_end(run, self._stream, self._sink, reader)
+        return finished
 
     def _compute_control(self, stored: Ranges) -> bool:
         """Compute one of these stored samples again, without storing it; return False if all of them were skipped."""
@@ -325,7 +326,7 @@ class StreamWork:
             self._progress.log(f"quarantined {plan[0]} (sample {index} of the stream): {why}")
         task_id, why = self._hosts.agree(f"quarantine {self._steps}", plan)
         skip = Skip(index, task_id, QUARANTINED, {"cause": why})
-        self._sink.commit(None, [skip], None)
+        self._sink.commit(None, [skip])
         self._progress.skip(skip)
 
     def _blame(self, error: OutOfDeviceMemory | MemoryError) -> None:
@@ -427,10 +428,10 @@ def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleR
     return run.samples.read(done, ledger.parts, ledger.end)
 
 
-def end_of_stream(run: ResolvedRun, stream: StreamStore | None, reader: SampleReader) -> int | None:
-    """Return the number of samples of a stream that only reading it tells, unless the ledger has it."""
-    known = stream is None or run.stream_identity.samples is not None or stream.ledger.end is not None
-    return None if known else reader.total
+def commit_end(run: ResolvedRun, stream: StreamStore, sink: Sink, reader: SampleReader) -> None:
+    """Commit the number of samples of a stream that only reading it tells, unless the ledger has it."""
+    if run.stream_identity.samples is None and stream.ledger.end is None and reader.total is not None:
+        sink.commit(None, end=reader.total)
 
 
 def _known_stream(run: ResolvedRun) -> StreamStore | None:

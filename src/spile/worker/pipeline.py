@@ -165,8 +165,11 @@ class Sink:
         """Store the answers of a shard, and return its record with their file."""
         return put_predictions(self._stream.folder, record, predictions)
 
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
-        """Commit a shard and skipped samples as one record; do nothing if there is nothing to commit."""
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
+        """Commit a shard and skipped samples as one record; do nothing if there is nothing to commit.
+
+        ``end`` is the number of samples of the stream, if only reading it tells.
+        """
         if record is None and not skipped and end is None:
             return
         self._stream.commit([] if record is None else [record], skipped, end=end)
@@ -179,12 +182,8 @@ class ShardTask:
 
     batches: Sequence[Batch] = ()
     skipped: tuple[Skip, ...] = ()
-    end: int | None = None
-    """With the last task of a stream: the number of samples of the stream, if only reading it tells."""
     undivided: bool = False
     """Whether the shard is committed with all its batches or not at all."""
-    stop: bool = False
-    """Whether the producer was asked to stop: this task is the last one, and samples are left."""
 
 
 def plan_shards(
@@ -192,7 +191,6 @@ def plan_shards(
     make_batches: Callable[[Iterator[Sample]], Iterable[Batch | Verdict]],
     bytes_per_token: int,
     shard_bytes: float,
-    end: Callable[[], int | None],
 ) -> Iterator[ShardTask]:
     """Group batches into shards of about ``shard_bytes``, each with the samples that were skipped before it.
 
@@ -201,7 +199,6 @@ def plan_shards(
         make_batches: Turns samples into batches; a verdict ``commit`` closes the shard, ``stop`` ends the run.
         bytes_per_token: What one token takes in a shard.
         shard_bytes: The size of a shard; a single batch may exceed it.
-        end: Returns the number of samples of the stream, to be called after all were read; None if known before.
     """
     waiting = iter(items)
     skipped: list[Skip] = []
@@ -220,9 +217,9 @@ def plan_shards(
                 yield item
         more = False
 
-    def close(total: int | None = None, *, last: bool = False) -> ShardTask:
+    def close() -> ShardTask:
         nonlocal size, samples
-        task = ShardTask(tuple(open_), tuple(skipped), total, stop=last and stop)
+        task = ShardTask(tuple(open_), tuple(skipped))
         open_.clear()
         skipped.clear()
         size = samples = 0
@@ -242,11 +239,8 @@ def plan_shards(
                 break
             elif batch == "commit" and (open_ or skipped):
                 yield close()
-        if open_ or (more and skipped):
+        if open_ or skipped:
             yield close()
-    total = None if stop else end()
-    if skipped or stop or total is not None:
-        yield close(total, last=True)
 
 
 def run_pipeline(
@@ -257,7 +251,6 @@ def run_pipeline(
     *,
     progress: Progress,
     control: Control,
-    end: Callable[[], int | None] = lambda: None,
     limit: TokenLimit | None = None,
 ) -> bool:
     """Compute and store what is left of a stream.
@@ -269,7 +262,6 @@ def run_pipeline(
         sizes: How much is computed, held and written at once.
         progress: The counters of the run.
         control: Decides when to stop and when to commit early.
-        end: See :func:`plan_shards`.
         limit: Ends the stream once it holds a number of tokens.
 
     Returns:
@@ -277,22 +269,19 @@ def run_pipeline(
 
     """
     sizes = replace(sizes, groups=producer.groups)
-    answers = producer.asks_control  # the length of an answer is known once it is made
+    answers, stopped = producer.asks_control, False  # the length of an answer is known once it is made
 
     def make_batches(samples: Iterator[Sample]) -> Iterator[Batch | Verdict]:
+        nonlocal stopped
         for batch in producer.batches(samples, sizes, control):
             if answers and limit is not None and isinstance(batch, Batch):
                 limit.add(batch.stored_rows)
+            stopped = batch == "stop"
             yield batch
 
-    tasks = plan_shards(
-        items if limit is None else limit.cut(items, count=not answers),
-        make_batches,
-        sink.bytes_per_token,
-        sizes.shard_bytes,
-        end,
-    )
-    return Pipeline(producer, sink, control, progress, sizes).run(tasks)
+    items = items if limit is None else limit.cut(items, count=not answers)
+    tasks = plan_shards(items, make_batches, sink.bytes_per_token, sizes.shard_bytes)
+    return Pipeline(producer, sink, control, progress, sizes).run(tasks) and not stopped
 
 
 # -- the pipeline -----------------------------------------------------------------------------------------------------
@@ -404,7 +393,7 @@ class Pipeline:
         """Start batches, the least busy writer first, until the tasks are done or the control says stop."""
         tasks = iter(self._tasks)
         open_: list[_Shard | None] = [None] * self._writers
-        more, stop = True, False
+        more = True
         while more or any(open_):
             self._wait_for_room()  # before the choice: only now is it known which writer is least busy
             # Go on with an open shard rather than wait for the next one to be planned.
@@ -415,7 +404,6 @@ class Pipeline:
                 more = task is not None
                 if task is not None:
                     open_[writer] = self._begin(writer, task)
-                    stop = task.stop
                 del task
             shard = open_[writer]
             if shard is not None:
@@ -425,7 +413,6 @@ class Pipeline:
                 more = False
         for _ in tasks if self._stopped else ():
             pass  # let the planning thread find room, see the flag, and end
-        self._stopped = self._stopped or stop
         self._started.put(None)
 
     def _load(self, writer: int) -> int:
@@ -616,7 +603,7 @@ class Pipeline:
             if self._commit_failed:
                 raise ThreadsEnded  # report the first failure: after it the store only says that it is not sure
             self._commit_failed = True
-            self._sink.commit(record, skipped, shard.task.end if shard.complete else None)
+            self._sink.commit(record, skipped)
             self._commit_failed = False
         self._unfinished.discard(shard)
         self._progress.add(shards_committed=int(record is not None), samples_committed=shard.samples + len(skipped))

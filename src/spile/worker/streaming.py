@@ -50,7 +50,7 @@ from spile.store.shard import decode, split
 from spile.store.stream import StreamStore, join_run, write_spec
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import configure_jax, place_model
-from spile.worker.extract import end_of_stream, join, make_producer
+from spile.worker.extract import commit_end, join, make_producer
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
@@ -190,7 +190,7 @@ class FeedSink(Sink):
         builder = None if self._store is None else self._store.begin(samples)
         return _FeedBuilder(self._feed, self._kinds, samples, builder)
 
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         if self._store is not None:
             self._store.commit(record, skipped, end)
 
@@ -568,9 +568,9 @@ class ActivationStream(ShuffledReaders):
                     self._sizes(feed, reader, producer.groups),
                     progress=self._progress,
                     control=Control(stop, run.spec.commit_every),
-                    end=partial(end_of_stream, run, stream, reader),
                 )
             if finished and stream is not None:
+                commit_end(run, stream, Sink(stream), reader)
                 stream.finish()
         except BaseException as error:  # noqa: BLE001 - raised in the reader
             feed.fail(error)

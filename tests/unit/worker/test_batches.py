@@ -130,7 +130,7 @@ def test_a_window_is_bounded_for_any_stream():
 
 def shards(made, bytes_per_token, shard_bytes):
     """The shards that these batches become."""
-    return plan_shards([], lambda samples: [*samples, *made], bytes_per_token, shard_bytes, lambda: None)
+    return plan_shards([], lambda samples: [*samples, *made], bytes_per_token, shard_bytes)
 
 
 @given(lengths, st.integers(1, 10**6))

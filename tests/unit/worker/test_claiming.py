@@ -16,7 +16,7 @@ from spile.data.split import make_streams
 from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, PromptSpec
-from spile.store.claims import ClaimBook, ClaimReader
+from spile.store.claims import ClaimReader
 from spile.store.snapshot import State, StreamView
 from spile.worker.claiming import work_on_claims
 from spile.worker.pod.pod import WorkerGroup
@@ -45,9 +45,8 @@ class Run:
 
     def work(self, hosts: WorkerGroup | None = None) -> int:
         output = str(self.folder / "out")
-        book = ClaimBook(open_folder(output), "a")
         data = DataSpec(dataset_dir=str(self.folder / "streams"))
-        return work_on_claims(data, output, book, self, hosts=hosts, log=self.lines.append)
+        return work_on_claims(data, output, self, worker="a", hosts=hosts, log=self.lines.append)
 
 
 @pytest.mark.parametrize("error", [DataError("stream 1 is damaged"), StoreError("no answer")])
@@ -125,9 +124,8 @@ def test_only_a_complete_ledger_makes_a_stream_done(
     make_streams(str(tmp_path / "rows.jsonl"), tmp_path / "streams", 1)
     monkeypatch.setattr("spile.worker.claiming.SnapshotReader", views(view))
     ran: list[int] = []
-    book = ClaimBook(open_folder(str(tmp_path / "out")), "a")
     data = replace(data, dataset_dir=str(tmp_path / "streams"))
-    assert work_on_claims(data, str(tmp_path / "out"), book, lambda stream: ran.append(stream) or 0) == 0
+    assert work_on_claims(data, str(tmp_path / "out"), lambda stream: ran.append(stream) or 0) == 0
     assert ran == ([0] if runs else [])
 
 
@@ -161,9 +159,9 @@ def test_the_hosts_of_a_pod_work_on_the_same_streams(tmp_path: Path) -> None:
     hosts = [Host(number, values, both) for number in range(2)]
 
     def work(number: int) -> int:
-        book = ClaimBook(open_folder(str(tmp_path / "out")), "pod")
         run = hosts[number].run(ran[number])
-        return work_on_claims(DataSpec(dataset_dir=str(streams)), str(tmp_path / "out"), book, run, hosts=hosts[number])
+        data = DataSpec(dataset_dir=str(streams))
+        return work_on_claims(data, str(tmp_path / "out"), run, worker="pod", hosts=hosts[number])
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(work, range(2))) == [0, 0]

@@ -26,7 +26,7 @@ class _Contested(Sink):
 
     refused = False
 
-    def commit(self, record, skipped, end) -> None:
+    def commit(self, record, skipped=(), end=None) -> None:
         if self.refused:
             raise StoreError("it is unknown whether the last commit was stored")
         self.refused = True

@@ -60,7 +60,6 @@ def planned(items, sizes, bytes_per_token=101):
         lambda samples: batches(samples, sizes),
         bytes_per_token,
         sizes.shard_bytes,
-        lambda: None,
     )
 
 

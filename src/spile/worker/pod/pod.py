@@ -255,7 +255,7 @@ class PodSink(Sink):
     def begin(self, samples: Sequence[Sample]) -> ShardBuilder:
         return self._stream.begin(samples, host=self._pod.identity.process)
 
-    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip], end: int | None) -> None:
+    def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         """Commit a shard, with what this host stored of it. Every host makes this call for the same shards."""
         self._number += 1
         directory, me = self._pod.coordination, self._pod.identity.process
