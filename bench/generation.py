@@ -29,7 +29,7 @@ from bench.shapes import make_model
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.models import model_files
-from spile.models.generation import slot_bytes
+from spile.models.generation import token_bytes
 from spile.models.weights import load
 from spile.objects import open_folder
 from spile.spec.identity import RunIdentity, StreamIdentity
@@ -86,7 +86,7 @@ def spile_seconds(
     generation = GenerationSpec(max_new_tokens=args.new, stop_tokens=())
     longest = max(map(len, samples))
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-    plan = plan_slots(longest, args.new, slot_bytes(config, 1, dtype), weight_bytes, device_memory(), args.batch)
+    plan = plan_slots(longest, args.new, token_bytes(config, dtype), weight_bytes, device_memory(), args.batch)
     run = RunIdentity(
         model=str(model), revision=None, architecture=config.architecture, d_model=config.d_model,
         n_layers=config.n_layers, weights="random", tokenizer="-", prompt=DataSpec().prompt, seed=0,

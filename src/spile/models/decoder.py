@@ -462,7 +462,7 @@ def block(
     config: ModelConfig,
     attend: Attend,
     look: Look,
-    mixture: Mixture = MIXTURES["blocks"],
+    mixture: Mixture,
 ) -> Hidden:
     """Compute one layer with the values that ``look`` returns.
 

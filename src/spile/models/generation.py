@@ -110,9 +110,9 @@ class Choices(NamedTuple):
     logprobs: Any
 
 
-def slot_bytes(config: ModelConfig, capacity: int, dtype: DTypeLike) -> int:
-    """Return the size of one slot's cache over all layers."""
-    return 2 * config.n_layers * capacity * config.n_kv_heads * config.head_dim * np.dtype(dtype).itemsize
+def token_bytes(config: ModelConfig, dtype: DTypeLike) -> int:
+    """Return the size of one token's keys and values over all layers."""
+    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * np.dtype(dtype).itemsize
 
 
 def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dtype: DTypeLike) -> Slots:

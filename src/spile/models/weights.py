@@ -19,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from spile.errors import ModelError
-from spile.models.architecture import Tensor, layer_tensors, model_tensors
+from spile.models.architecture import Tensor
 from spile.models.families import FAMILIES
 from spile.models.families.base import Fused, Order
 from spile.models.model_files import ModelFiles
@@ -51,7 +51,8 @@ _Experts = dict[int | None, Piece]
 
 def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | Stack]:
     """Return the place of each tensor of the model in the files; without ``head`` the LM head may be missing."""
-    names, wanted = FAMILIES[files.config.architecture].names, _wanted(files)
+    names, wanted = FAMILIES[files.config.architecture].names, dict[str, Tensor]()
+    build(files.config, None, wanted.__setitem__, head=True)
     found: dict[str, _Experts] = {}
     head_name = f"{names.head}.weight"
     copy: Entry | None = None
@@ -95,16 +96,6 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
         name: pieces[None] if None in pieces else Stack(tuple(pieces[expert] for expert in range(len(pieces))))
         for name, pieces in found.items()
     }
-
-
-def _wanted(files: ModelFiles) -> dict[str, Tensor]:
-    config = files.config
-    layers = {
-        f"{layer}.{name}": tensor
-        for layer in range(config.n_layers)
-        for name, tensor in layer_tensors(config, layer).items()
-    }
-    return {**model_tensors(config, head=True), **layers}
 
 
 def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:

@@ -264,23 +264,7 @@ def parse_planned(text: str, prices: Prices | None = None) -> Machine:
 
 
 def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
-    """Return the list prices, changed by a parsed TOML file.
-
-    ::
-
-        as_of = "2026-11-01"
-        storage_gb_month = 0.020
-        [chip_hour]                    # by generation
-        v5e = { on_demand = 1.20, preemptible = 0.30 }
-        [machine_hour]                 # a whole machine, by any spelling
-        v3-8 = { on_demand = 4.00, preemptible = 1.35 }
-        [machines.h100-8]              # one that the table does not know
-        chips = 8
-        hbm_gib = 80
-        tflops = 989
-        on_demand = 24.0
-        preemptible = 12.0
-    """
+    """Return the list prices, changed by a parsed TOML file; docs/guides/pods.md shows one."""
     base = list_prices()
     known = ("as_of", "storage_gb_month", "chip_hour", "machine_hour", "machines")
     if unknown := sorted(set(raw) - set(known)):

@@ -32,8 +32,8 @@ from spile.models.generation import (
     Slots,
     empty_slots,
     read_prompts,
-    slot_bytes,
     take_steps,
+    token_bytes,
 )
 from spile.models.layers import as_stored, finite_rows
 from spile.models.params import Params
@@ -455,7 +455,7 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
     plan = plan_slots(
         longest,
         generation.max_new_tokens,
-        -(-slot_bytes(config, 1, dtype) // split),
+        -(-token_bytes(config, dtype) // split),
         layout.weight_bytes(jnp.dtype(dtype).itemsize, head=True),
         device_memory(),
         spec.batch_size,

@@ -63,10 +63,10 @@ class Names:
     A module is mapped to the field of its weight; its bias is the field with ``_bias`` behind the name.
     """
 
-    prefix: str = r"(?:model\.)?"
-    """Pattern of the optional text before every name except the LM head's."""
-    written: str = "model."
-    """The prefix that most files have; error messages use it."""
+    prefix: str = "model."
+    """The text before every name except the LM head's, in most files."""
+    prefixes: str = ""
+    """Pattern of all such texts, if there are others; the prefix is always optional."""
     once: Mapping[str, str] = field(default_factory=lambda: {"embed_tokens": "embed", "norm": "final_norm"})
     """Module → field of :class:`spile.models.params.Params`."""
     head: str = "lm_head"
@@ -85,7 +85,7 @@ class Names:
 
     def match(self, name: str) -> Fused | None:
         """Return what a tensor of a file contains, or None if the name is unknown; no names: it is not needed."""
-        below = re.sub(f"^{self.prefix}", "", name)
+        below = re.sub(f"^(?:{self.prefixes or re.escape(self.prefix)})", "", name)
         once = _tensors({self.head: "head"}).get(name) or _tensors(self.once).get(below)
         if once is not None:
             return once
@@ -106,11 +106,11 @@ class Names:
         """Return the name that a file would use for a tensor of the model; for error messages."""
         layer, _, own = name.rpartition(".")
         if layer:
-            before, table = f"{self.written}{self.layers}.{layer}.", self.layer
+            before, table = f"{self.prefix}{self.layers}.{layer}.", self.layer
         elif own in ("head", "head_bias"):
             before, table = "", _tensors({self.head: "head"})
         else:
-            before, table = self.written, _tensors(self.once)
+            before, table = self.prefix, _tensors(self.once)
         return before + next(file for file in reversed(table) if own in table[file].names)
 
 
@@ -285,6 +285,12 @@ class ConfigFields(Fields):
                     fix=_USE_TORCH,
                 )
         return tuple(name for name in rest if not self.declared.knows(name))
+
+
+def sizes(d_model: int, layers: int, heads: int, kv_heads: int | None, d_ff: int, **more: Any) -> Mapping[str, Any]:
+    """Return the fields of a config.json with these sizes."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return {**dict(zip(names, (d_model, layers, heads, kv_heads, d_ff), strict=True)), **more}
 
 
 @dataclass(frozen=True)

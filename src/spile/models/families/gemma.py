@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import PLAIN, ConfigFields, Family, decoder, extend
+from spile.models.families.base import PLAIN, ConfigFields, Family, decoder, extend, sizes
 
 
 def _read_gemma1(fields: ConfigFields) -> ModelConfig:
@@ -20,16 +20,7 @@ GEMMA = Family(
     model_types=("gemma",),
     models="Gemma 1",
     differs="embeddings times √d_model; norm weights are stored less 1",
-    example=(
-        "google/gemma-2b",
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 1,
-            "intermediate_size": 16_384,
-        },
-    ),
+    example=("google/gemma-2b", sizes(2048, 18, 8, 1, 16_384)),
     read=_read_gemma1,
 )
 
@@ -77,22 +68,11 @@ GEMMA3 = Family(
     models="Gemma 3: the text models, and the text part of 4B, 12B and 27B",
     differs="as `gemma2`, with a norm over the queries and keys of each head, and another rope in layers with a "
     "window, which are five of six",
-    example=(
-        "google/gemma-3-1b-pt",
-        {
-            "hidden_size": 1152,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "intermediate_size": 6912,
-            "vocab_size": 262_144,
-            "sliding_window": 512,
-        },
-    ),
+    example=("google/gemma-3-1b-pt", sizes(1152, 26, 4, 1, 6912, vocab_size=262_144, sliding_window=512)),
     read=_read_gemma3,
     names=replace(
         _NAMES,
-        prefix=r"(?:(?:language_model\.)?model\.(?:language_model\.)?)?",  # of a model with a vision tower
+        prefixes=r"(?:language_model\.)?model\.(?:language_model\.)?",  # of a model with a vision tower
         unused=(*PLAIN.unused, r"vision_tower\..*", r"multi_modal_projector\..*"),
     ),
 )

@@ -27,8 +27,7 @@ FAMILY = Family(
     example=("openai-community/gpt2", {}),
     read=_read,
     names=Names(
-        prefix=r"(?:transformer\.)?",
-        written="transformer.",
+        prefix="transformer.",
         once={
             "wte": "embed",
             "wpe": "positions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
+from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, sizes
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -23,20 +23,10 @@ FAMILY = Family(
     models="Pythia, GPT-NeoX",
     differs="LayerNorm, a plain MLP parallel to attention (`use_parallel_residual`), a part of each head rotated "
     "(`rotary_pct`)",
-    example=(
-        "EleutherAI/pythia-1.4b",
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 8192,
-            "vocab_size": 50_304,
-        },
-    ),
+    example=("EleutherAI/pythia-1.4b", sizes(2048, 24, 16, None, 8192, vocab_size=50_304)),
     read=_read,
     names=Names(
-        prefix=r"(?:gpt_neox\.)?",
-        written="gpt_neox.",
+        prefix="gpt_neox.",
         once={
             "embed_in": "embed",
             "final_layer_norm": "final_norm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder
+from spile.models.families.base import ConfigFields, Family, decoder, sizes
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -22,15 +22,7 @@ FAMILY = Family(
     differs="as `llama`, with factors on embeddings, scores, what attention and MLP add, and logits",
     example=(
         "ibm-granite/granite-3.3-2b-base",
-        {
-            "hidden_size": 2048,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 8192,
-            "vocab_size": 49_152,
-            "tie_word_embeddings": True,
-        },
+        sizes(2048, 40, 32, 8, 8192, vocab_size=49_152, tie_word_embeddings=True),
     ),
     read=_read,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, extend, layer_count, read_experts
+from spile.models.families.base import ConfigFields, Family, decoder, extend, layer_count, read_experts, sizes
 
 
 def _read_dense(fields: ConfigFields, **options: Any) -> ModelConfig:
@@ -22,17 +22,7 @@ QWEN2 = Family(
     models="Qwen 1.5, 2 and 2.5, QwQ, DeepSeek R1 distilled into Qwen",
     differs="biases on queries, keys and values; an attention window from `max_window_layers` on, or by `layer_types`, "
     "if `use_sliding_window`",
-    example=(
-        "Qwen/Qwen2.5-0.5B",
-        {
-            "hidden_size": 896,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "intermediate_size": 4864,
-            "tie_word_embeddings": True,
-        },
-    ),
+    example=("Qwen/Qwen2.5-0.5B", sizes(896, 24, 14, 2, 4864, tie_word_embeddings=True)),
     read=_read_qwen2,
 )
 
@@ -45,16 +35,7 @@ QWEN3 = Family(
     model_types=("qwen3",),
     models="Qwen 3 (dense), Qwen 3 Embedding",
     differs="an RMS norm over the queries and keys of each head; attention windows as `qwen2`",
-    example=(
-        "Qwen/Qwen3-8B",
-        {
-            "hidden_size": 4096,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 12_288,
-        },
-    ),
+    example=("Qwen/Qwen3-8B", sizes(4096, 36, 32, 8, 12_288)),
     read=_read_qwen3,
 )
 
