@@ -60,10 +60,7 @@ class Adapter:
 
     def digest(self) -> str:
         """Return a hash over its files: 64 hex digits."""
-        digest = hashlib.sha256()
-        for name in (_CONFIG, _TENSORS):
-            digest.update((self.folder / name).read_bytes())
-        return digest.hexdigest()
+        return hashlib.sha256(b"".join((self.folder / name).read_bytes() for name in (_CONFIG, _TENSORS))).hexdigest()
 
     def changes(self, entries: dict[str, tuple[int, ...]]) -> dict[str, LoraChange]:
         """Return the change to each tensor, by its name in the file; ``entries`` has the shapes of all tensors."""
@@ -71,7 +68,7 @@ class Adapter:
         sides: dict[str, dict[str, Values]] = {}
         for module, side, entry in self._tensors():
             sides.setdefault(module, {})[side] = Piece(entry, entry.shape).read(folder)
-        return {name: change for module, pair in sides.items() for name, change in self._change(module, pair, entries)}
+        return dict(self._change(module, pair, entries) for module, pair in sides.items())
 
     def modules(self) -> set[str]:
         return {module for module, _, _ in self._tensors()}
@@ -95,10 +92,12 @@ class Adapter:
 
     def _change(
         self, module: str, pair: dict[str, Values], entries: dict[str, tuple[int, ...]]
-    ) -> list[tuple[str, LoraChange]]:
+    ) -> tuple[str, LoraChange]:
         if set(pair) != {"A", "B"}:
             raise ModelError(f"the adapter {self.name} has only one half of {module}", expected="lora_A and lora_B")
-        name = next((each for each in (f"{module}.weight", _below(module)) if each in entries), None)
+        # Files of a bare decoder have names without the first part (``transformer.``, ``model.``).
+        names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
+        name = next((each for each in names if each in entries), None)
         down, up = pair["A"], pair["B"]
         plain, turned = (up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])
         if name is None or entries[name] not in (plain, turned) or up.shape[1] != down.shape[0]:
@@ -109,12 +108,7 @@ class Adapter:
             )
         rank = down.shape[0]
         scale = self.alpha / (math.sqrt(rank) if self.root_scaled else rank)
-        return [(name, LoraChange(down, up, scale, turned=entries[name] != plain))]
-
-
-def _below(module: str) -> str:
-    """Return the name without the first part (``transformer.``, ``model.``), as files of a bare decoder have it."""
-    return module.partition(".")[2] + ".weight"
+        return name, LoraChange(down, up, scale, turned=entries[name] != plain)
 
 
 def find_adapter(name: str) -> Adapter:

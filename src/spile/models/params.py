@@ -20,7 +20,7 @@ from spile.spec.taps import Tap
 
 _FEWEST = 3
 """The fewest steps for which a scan is worthwhile."""
-_LONGEST_TURN = 8
+_LONGEST_PERIOD = 8
 _STACK_BYTES = 4 << 30
 """The largest stack of one tensor over the layers of a run; a host holds some of these while they are read."""
 
@@ -59,7 +59,7 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
     runs: list[LayerRun] = []
     first = 0
     while first < n_layers:
-        every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _LONGEST_TURN + 1))
+        every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _LONGEST_PERIOD + 1))
         found = max((run for run in every if run.steps >= _FEWEST), key=lambda run: run.stop, default=LayerRun(first))
         run = replace(found, steps=min(found.steps, most))
         runs.append(run if run.steps >= _FEWEST else LayerRun(first))

@@ -207,12 +207,11 @@ def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
     once = [item for item in parts.samples.read(Ranges()) if isinstance(item, Sample)]
     many: list[Sample] = []
     total = 0
-    while total < tokens:
-        for sample in once:
-            many.append(replace(sample, index=len(many)))
-            total += len(sample)
-            if total >= tokens:
-                break
+    for sample in itertools.cycle(once):
+        many.append(replace(sample, index=len(many)))
+        total += len(sample)
+        if total >= tokens:
+            break
     return many
 
 

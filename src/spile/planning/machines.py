@@ -135,10 +135,6 @@ class Machine:
     def grid(self) -> str:
         return "x".join(map(str, self.shape))
 
-    def __str__(self) -> str:
-        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return f"{self.name} ({self.chips} chips of {self.hbm_bytes / GIB:g} GiB on {hosts})"
-
 
 @dataclass(frozen=True)
 class Prices:
