@@ -81,7 +81,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         outer = {key: value for key, value in raw.items() if key not in _TOWERS}
         raw = {**outer, **nested, "model_type": name}
     fields = ConfigFields(raw, declared_fields()[family.model_types[0]])
-    config = family.read(fields)
+    config = family.read(fields, **family.options)
     _report(fields.ignored(name))
     return config
 

@@ -255,7 +255,8 @@ class ConfigFields(Fields):
         return None if self.get(name) is None else self.number(name)
 
     def spelling(self, *names: str) -> str:
-        """Return the first of these names that the class knows."""
+        """Return the first of these names that the class knows. It does not read the others."""
+        self._read |= {*names}
         return next(name for name in names if self.declared.knows(name))
 
     def activation(self, *names: str) -> Activation:
@@ -293,32 +294,27 @@ def sizes(d_model: int, layers: int, heads: int, kv_heads: int | None, d_ff: int
     return {**dict(zip(names, (d_model, layers, heads, kv_heads, d_ff), strict=True)), **more}
 
 
-@dataclass(frozen=True)
-class Family:
-    """Everything that spile knows about a family of models."""
-
-    model_types: tuple[str, ...]
-    """The values of ``model_type`` in config.json. The first is the config class of the decoder itself."""
-    models: str
-    """The models of the family, for people."""
-    differs: str
-    """What it computes differently from Llama, for people."""
-    example: tuple[str, Mapping[str, Any]]
-    """A well-known model, and the fields of its config.json that are not the class's defaults."""
-    read: Callable[[ConfigFields], ModelConfig]
-    """Read a config.json."""
-    names: Names = PLAIN
-    """What its files call each tensor."""
+_NUMBERS = {
+    "attention_scale": "attention_multiplier",
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+    "input_scale": "embedding_multiplier",
+    "logits_divisor": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "swiglu_alpha": "swiglu_alpha",
+    "swiglu_limit": "swiglu_limit",
+}
+"""Options of :class:`ModelConfig` and the fields that have them, in the few classes that declare these."""
 
 
 def decoder(
     fields: ConfigFields,
     *,
-    slides: Callable[[int], object] = lambda _layer: True,
+    slides: Callable[[int], object] | None = None,
     rope_kinds: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ModelConfig:
-    """Read the fields that many families have; those that the class of this family does not declare have no effect.
+    """Read a config.json. Fields that the class of the family does not declare have no effect.
 
     Args:
         fields: The config.json.
@@ -343,7 +339,11 @@ def decoder(
         "qkv_bias": bias,
         "o_bias": bias,
         "mlp_bias": fields.flag("mlp_bias"),
+        "parallel": fields.flag("use_parallel_residual"),
+        "experts": _experts(fields),
     }
+    numbers = {option: fields.optional(name) for option, name in _NUMBERS.items()}
+    found |= {option: number for option, number in numbers.items() if number is not None}
     if fields.declared.rope:
         found |= _ropes(fields, head_dim, rope_kinds or {})
     if "d_ff" not in options:
@@ -352,29 +352,56 @@ def decoder(
     return ModelConfig(architecture, d_model, n_heads=n_heads, head_dim=head_dim, **{**found, **options})
 
 
+@dataclass(frozen=True)
+class Family:
+    """Everything that spile knows about a family of models."""
+
+    model_types: tuple[str, ...]
+    """The values of ``model_type`` in config.json. The first is the config class of the decoder itself."""
+    models: str
+    """The models of the family, for people."""
+    differs: str
+    """What it computes differently from Llama, for people."""
+    example: tuple[str, Mapping[str, Any]]
+    """A well-known model, and the fields of its config.json that are not the class's defaults."""
+    names: Names = PLAIN
+    """What its files call each tensor."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of ``read`` for all configs of the family."""
+    read: Callable[..., ModelConfig] = decoder
+    """The function that reads a config.json."""
+
+
 def layer_count(fields: ConfigFields) -> int:
     return fields.integer("num_hidden_layers", most=_LAYERS)
 
 
-def read_experts(fields: ConfigFields, dense_layers: tuple[int, ...] = ()) -> Experts:
-    return Experts(
+def _experts(fields: ConfigFields) -> Experts | None:
+    if not fields.declared.knows("num_local_experts"):
+        return None
+    count, step = layer_count(fields), fields.integer("decoder_sparse_step", 1)
+    dense_only = fields.get("mlp_only_layers") or ()
+    dense = tuple(layer for layer in range(count) if layer in dense_only or (layer + 1) % step)
+    experts = Experts(
         count=fields.integer("num_local_experts"),
         per_token=fields.integer("num_experts_per_tok"),
         d_ff=fields.integer("moe_intermediate_size", fields.integer("intermediate_size")),
         normalized=fields.flag("norm_topk_prob") if fields.declared.knows("norm_topk_prob") else True,
-        dense_layers=dense_layers,
+        dense_layers=dense,
     )
+    return experts if len(dense) < count else None
 
 
-def _windows(fields: ConfigFields, slides: Callable[[int], object]) -> tuple[int | None, ...]:
+def _windows(fields: ConfigFields, slides: Callable[[int], object] | None) -> tuple[int | None, ...]:
     """Return the attention window of each layer; None: no window."""
     used = fields.get("sliding_window") is not None
     if fields.declared.knows("use_sliding_window"):
         used = fields.flag("use_sliding_window") and used
     window = fields.integer("sliding_window") if used else None
-    types = fields.get("layer_types")
+    types, first = fields.get("layer_types"), fields.integer("max_window_layers", 0)
     if types is None:
-        return tuple(window if slides(layer) else None for layer in range(layer_count(fields)))
+        has_window = slides or (lambda layer: layer >= first)
+        return tuple(window if has_window(layer) else None for layer in range(layer_count(fields)))
     unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedModel(

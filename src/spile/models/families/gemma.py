@@ -34,8 +34,6 @@ def _read_gemma2(fields: ConfigFields, pattern: int = 2, **options: Any) -> Mode
         norm_place="sandwich",
         embedding_scale=fields.integer("hidden_size") ** 0.5,
         attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=fields.optional("attn_logit_softcapping"),
-        final_softcap=fields.optional("final_logit_softcapping"),
         **options,
     )
 

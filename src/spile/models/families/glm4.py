@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend
-
-
-def _read_glm(fields: ConfigFields, **options: Any) -> ModelConfig:
-    return decoder(fields, o_bias=False, rope_interleaved=True, **options)
-
-
-def _read_glm4(fields: ConfigFields) -> ModelConfig:
-    return _read_glm(fields, norm_place="sandwich")
-
+from spile.models.families.base import Family, Fused, extend
 
 _FUSED = extend({"mlp.gate_up_proj": Fused(("gate", "up"))})
 
@@ -24,8 +12,8 @@ GLM = Family(
     differs="as `llama`; half of each head rotated, in pairs that lie side by side; biases on queries, keys and "
     "values; gate and up in one matrix",
     example=("zai-org/glm-4-9b-hf", {}),
-    read=_read_glm,
     names=_FUSED,
+    options={"o_bias": False, "rope_interleaved": True},
 )
 
 GLM4 = Family(
@@ -33,12 +21,6 @@ GLM4 = Family(
     models="GLM-4-0414, GLM-Z1",
     differs="as `glm`, with norms after attention and MLP too",
     example=("zai-org/GLM-4-9B-0414", {}),
-    read=_read_glm4,
-    names=extend(
-        {
-            "post_self_attn_layernorm": "attn_post_norm",
-            "post_mlp_layernorm": "mlp_post_norm",
-        },
-        _FUSED,
-    ),
+    names=extend({"post_self_attn_layernorm": "attn_post_norm", "post_mlp_layernorm": "mlp_post_norm"}, _FUSED),
+    options={"o_bias": False, "rope_interleaved": True, "norm_place": "sandwich"},
 )

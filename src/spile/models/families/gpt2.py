@@ -28,11 +28,7 @@ FAMILY = Family(
     read=_read,
     names=Names(
         prefix="transformer.",
-        once={
-            "wte": "embed",
-            "wpe": "positions",
-            "ln_f": "final_norm",
-        },
+        once={"wte": "embed", "wpe": "positions", "ln_f": "final_norm"},
         layers="h",
         modules={
             "ln_1": "attn_norm",

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder, sizes
-
-
-def _read(fields: ConfigFields) -> ModelConfig:
-    for name in ("rope_theta", "partial_rotary_factor"):
-        fields.get(name)  # transformers does not read them for this family
-    return decoder(
-        fields,
-        mlp_bias=True,
-        norm="layer",
-        gated=False,
-        parallel=fields.flag("use_parallel_residual"),
-    )
-
+from spile.models.families.base import Family, Fused, Names, sizes
 
 FAMILY = Family(
     model_types=("gpt_neox",),
@@ -24,13 +10,9 @@ FAMILY = Family(
     differs="LayerNorm, a plain MLP parallel to attention (`use_parallel_residual`), a part of each head rotated "
     "(`rotary_pct`)",
     example=("EleutherAI/pythia-1.4b", sizes(2048, 24, 16, None, 8192, vocab_size=50_304)),
-    read=_read,
     names=Names(
         prefix="gpt_neox.",
-        once={
-            "embed_in": "embed",
-            "final_layer_norm": "final_norm",
-        },
+        once={"embed_in": "embed", "final_layer_norm": "final_norm"},
         head="embed_out",
         modules={
             "input_layernorm": "attn_norm",
@@ -42,4 +24,5 @@ FAMILY = Family(
         },
         unused=(r"layers\.\d+\.attention\.(?:rotary_emb\.inv_freq|bias|masked_bias)",),
     ),
+    options={"mlp_bias": True, "norm": "layer", "gated": False},
 )

@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend, read_experts
-
-
-def _read(fields: ConfigFields) -> ModelConfig:
-    return decoder(
-        fields,
-        slides=lambda layer: (layer + 1) % 2,
-        sinks=True,
-        experts=read_experts(fields),
-        expert_biases=True,
-        swiglu_limit=fields.number("swiglu_limit"),
-        swiglu_alpha=fields.number("swiglu_alpha"),
-    )
-
+from spile.models.families.base import Family, Fused, extend
 
 FAMILY = Family(
     model_types=("gpt_oss",),
@@ -26,7 +12,6 @@ FAMILY = Family(
     differs="a learned sink in the softmax of each head, a window in every other layer, routed experts with biases "
     "and a clamped gate",
     example=("openai/gpt-oss-20b", {"num_hidden_layers": 24, "num_local_experts": 32}),
-    read=_read,
     names=replace(
         extend({"mlp.router": "router"}),
         tensors={
@@ -37,4 +22,5 @@ FAMILY = Family(
             "mlp.experts.down_proj_bias": Fused(("down_bias",)),
         },
     ),
+    options={"slides": lambda layer: (layer + 1) % 2, "sinks": True, "expert_biases": True},
 )

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, sizes
-
-
-def _read(fields: ConfigFields) -> ModelConfig:
-    return decoder(
-        fields,
-        input_scale=fields.number("embedding_multiplier"),
-        attention_scale=fields.number("attention_multiplier"),
-        residual_scale=fields.number("residual_multiplier"),
-        logits_divisor=fields.number("logits_scaling"),
-    )
-
+from spile.models.families.base import Family, sizes
 
 FAMILY = Family(
     model_types=("granite",),
@@ -24,5 +12,4 @@ FAMILY = Family(
         "ibm-granite/granite-3.3-2b-base",
         sizes(2048, 40, 32, 8, 8192, vocab_size=49_152, tie_word_embeddings=True),
     ),
-    read=_read,
 )

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, decoder, extend
-
-
-def _read_phi(fields: ConfigFields) -> ModelConfig:
-    return decoder(
-        fields,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-        norm="layer",
-        gated=False,
-        parallel=True,
-        shared_norm=True,
-    )
-
+from spile.models.families.base import Family, Fused, extend
 
 PHI = Family(
     model_types=("phi",),
@@ -28,23 +12,27 @@ PHI = Family(
     differs="LayerNorm, one for attention and MLP together, which both read the same residual stream; a plain MLP; a "
     "bias on the LM head; a part of each head rotated",
     example=("microsoft/phi-2", {"hidden_size": 2560, "num_hidden_layers": 32, "intermediate_size": 10_240}),
-    read=_read_phi,
     names=replace(
         extend({"self_attn.dense": "o", "mlp.fc1": "up", "mlp.fc2": "down"}),
         once={"embed_tokens": "embed", "final_layernorm": "final_norm"},
     ),
+    options={
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "head_bias": True,
+        "norm": "layer",
+        "gated": False,
+        "parallel": True,
+        "shared_norm": True,
+    },
 )
-
-
-def _read_phi3(fields: ConfigFields) -> ModelConfig:
-    return decoder(fields, rope_kinds={"su": "longrope", "yarn": "longrope"})
-
 
 PHI3 = Family(
     model_types=("phi3",),
     models="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, with longrope too",
     differs="queries, keys and values in one matrix, gate and up in another; one attention window for all layers",
     example=("microsoft/Phi-3-mini-4k-instruct", {}),
-    read=_read_phi3,
     names=extend({"self_attn.qkv_proj": Fused(("q", "k", "v")), "mlp.gate_up_proj": Fused(("gate", "up"))}),
+    options={"rope_kinds": {"su": "longrope", "yarn": "longrope"}},
 )

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, decoder, extend, layer_count, read_experts, sizes
-
-
-def _read_dense(fields: ConfigFields, **options: Any) -> ModelConfig:
-    first = fields.integer("max_window_layers")
-    return decoder(fields, slides=lambda layer: layer >= first, **options)
-
-
-def _read_qwen2(fields: ConfigFields) -> ModelConfig:
-    return _read_dense(fields, qkv_bias=True)
-
+from spile.models.families.base import Family, extend, sizes
 
 QWEN2 = Family(
     model_types=("qwen2",),
@@ -23,29 +10,16 @@ QWEN2 = Family(
     differs="biases on queries, keys and values; an attention window from `max_window_layers` on, or by `layer_types`, "
     "if `use_sliding_window`",
     example=("Qwen/Qwen2.5-0.5B", sizes(896, 24, 14, 2, 4864, tie_word_embeddings=True)),
-    read=_read_qwen2,
+    options={"qkv_bias": True},
 )
-
-
-def _read_qwen3(fields: ConfigFields) -> ModelConfig:
-    return _read_dense(fields, qk_norm=True)
-
 
 QWEN3 = Family(
     model_types=("qwen3",),
     models="Qwen 3 (dense), Qwen 3 Embedding",
     differs="an RMS norm over the queries and keys of each head; attention windows as `qwen2`",
     example=("Qwen/Qwen3-8B", sizes(4096, 36, 32, 8, 12_288)),
-    read=_read_qwen3,
+    options={"qk_norm": True},
 )
-
-
-def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
-    count, step = layer_count(fields), fields.integer("decoder_sparse_step")
-    dense_only = fields.get("mlp_only_layers") or ()
-    dense = tuple(layer for layer in range(count) if layer in dense_only or (layer + 1) % step)
-    return decoder(fields, qk_norm=True, experts=read_experts(fields, dense) if len(dense) < count else None)
-
 
 QWEN3_MOE = Family(
     model_types=("qwen3_moe",),
@@ -53,7 +27,6 @@ QWEN3_MOE = Family(
     differs="as `qwen3`, with routed experts in all layers except `mlp_only_layers` and those that "
     "`decoder_sparse_step` skips",
     example=("Qwen/Qwen3-30B-A3B", {"num_hidden_layers": 48, "head_dim": 128}),
-    read=_read_qwen3_moe,
     names=extend(
         {
             "mlp.gate": "router",
@@ -62,4 +35,5 @@ QWEN3_MOE = Family(
             "mlp.experts.{e}.down_proj": "down",
         }
     ),
+    options={"qk_norm": True},
 )
