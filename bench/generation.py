@@ -41,10 +41,10 @@ from spile.store.stream import join_run, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.device import configure_jax
 from spile.worker.generator import GenerationPrograms, Generator, plan_slots
-from spile.worker.infer import AnswerProducer
+from spile.worker.infer import Answer
 from spile.worker.mesh import device_memory, make_mesh
 from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Answer, Control
+from spile.worker.producer import Control
 from spile.worker.progress import Progress
 from spile.worker.resolve import compute_dtype_for
 
@@ -100,17 +100,16 @@ def spile_seconds(
             params, config, taps, mesh=make_mesh((1, 1), jax.devices()[:1]), plan=plan, generation=generation,
             seed=0, dtype=dtype, store_dtype="bfloat16",
         )  # fmt: skip
-        generator = _Limited(programs, progress := Progress())
+        generator = _Limited(programs, load_tokenizer(model), progress := Progress())
         generator.limits = limits
         root = open_folder(str(home))
         join_run(root, run)
         stream = join_stream(root, 0, StreamIdentity("-", "-", len(samples), len(samples), taps), run)
-        producer = AnswerProducer(generator, load_tokenizer(model), generation, progress)
         sizes = Sizes(4096, None, args.longest, 1e9, max(1, min(8, (os.cpu_count() or 2) // 2)))
         calls = call_milliseconds(generator)
         began = time.perf_counter()
         control = Control()
-        run_pipeline(samples, producer, Sink(stream), sizes, progress=progress, control=control)
+        run_pipeline(samples, generator, Sink(stream), sizes, progress=progress, control=control)
         seconds.append(time.perf_counter() - began)
         generator.close()
         shutil.rmtree(home, ignore_errors=True)

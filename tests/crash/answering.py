@@ -22,9 +22,9 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.store.stream import StreamStore, join_run, join_stream
 from spile.worker.batches import Sizes
-from spile.worker.infer import AnswerProducer
+from spile.worker.infer import Answer, AnswerProducer, AnswerRows
 from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Answer, AnswerRows, Control
+from spile.worker.producer import Control
 from spile.worker.progress import Progress
 from world import TAPS, items, rows_of, run_identity, stream_identity
 
@@ -68,23 +68,18 @@ def _made(sample: Sample) -> Answer:
     return Answer(sample, rows, list(output.tokens), list(output.logprobs), "stop")
 
 
-class Source:
+class ReversedAnswers(AnswerProducer):
     """Answers several samples at once; they end in a different order than they started."""
 
     groups, owned = 1, (0,)
 
-    def __init__(self, shard: int) -> None:
+    def __init__(self, shard: int, progress: Progress) -> None:
+        super().__init__(tokenizer(), "both", progress)
         self._shard = shard
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
         while some := [_made(sample) for sample in islice(samples, self._shard)]:
             yield some[::-1]
-
-    def describe(self) -> str:
-        return "NumPy"
-
-    def close(self) -> None:
-        pass
 
 
 class CommitAlways(Control):
@@ -104,7 +99,7 @@ def answer(
     progress = Progress()
     assert run_pipeline(
         items(count, stream.ledger.done),
-        AnswerProducer(Source(shard), tokenizer(), GenerationSpec(), progress),
+        ReversedAnswers(shard, progress),
         Sink(stream),
         Sizes(128, None, 64, shard_bytes, writers),
         progress=progress,

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from numerics import cases
 from spile.cli.main import main
+from spile.data.tokens import load_tokenizer
 from spile.errors import ModelError
 from spile.models import model_files, weights
 from spile.models.decoder import forward
@@ -25,8 +26,9 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.worker.generator import GenerationPrograms, Generator, SlotPlan
+from spile.worker.infer import Answer
 from spile.worker.mesh import make_mesh
-from spile.worker.producer import Answer
+from spile.worker.progress import Progress
 
 TOLERANCE = 1e-4
 LENGTHS = (3, 17, 9, 30, 1, 12, 24)
@@ -63,7 +65,7 @@ def generated(folder: Path, case: str, plan: SlotPlan = PLAN, **more: Any) -> di
         weights.load(files, head=True), files.config, taps(case), mesh=make_mesh((1, 1)), plan=plan,
         generation=about, seed=more.pop("seed", 0), dtype="float32", store_dtype="float32",
     )  # fmt: skip
-    generator = Generator(programs)
+    generator = Generator(programs, load_tokenizer(model_files.find("embedded").tokenizer_folder), Progress())
     found = [answer for turn in generator.answers(iter(prompts(case))) for answer in turn]
     generator.close()
     assert sorted(answer.sample.index for answer in found) == list(range(len(LENGTHS)))

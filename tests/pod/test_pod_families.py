@@ -45,6 +45,8 @@ from spile.models import model_files, weights
 from spile.models.decoder import head_needed
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer
+from spile.data.tokens import load_tokenizer
+from spile.worker.progress import Progress
 from spile.worker.generator import GenerationPrograms, Generator
 from spile.worker.mesh import MeshPlan, make_mesh
 from spile.spec.run import GenerationSpec
@@ -84,10 +86,11 @@ def check_rows(case, files, shape):
 
 def answer_tokens(case, files, shape):
     mesh, params = lying(files, shape, True)
-    generator = Generator(GenerationPrograms(
+    programs = GenerationPrograms(
         params, files.config, (Tap("residual", 1),), mesh=mesh, plan=PLAN,
         generation=GenerationSpec(max_new_tokens=12), seed=0, dtype="float32", store_dtype="float32",
-    ))
+    )
+    generator = Generator(programs, load_tokenizer(model_files.find("embedded").tokenizer_folder), Progress())
     found = {a.sample.index: a.tokens for turn in generator.answers(iter(prompts(case))) for a in turn}
     generator.close()
     return found

@@ -19,7 +19,7 @@ from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted, duration, size
 from spile.spec.phase import Phase
-from spile.spec.positions import ALL
+from spile.spec.positions import ALL, ANSWER
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
@@ -40,14 +40,15 @@ from spile.store.quarantine import (
 from spile.store.stream import StreamStore, claim_answers, join_run, join_stream, read_stream, write_spec
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
-from spile.worker.infer import answer_producer, check_generation, write_answers
+from spile.worker.generator import make_generator
+from spile.worker.infer import check_generation, write_answers
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.pod.pod import WorkerGroup, check_same_command
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, with_positions
 from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watching_for_hangs, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
-from spile.worker.torch_producers import torch_producer
+from spile.worker.torch_producers import TorchGenerator, torch_models, torch_producer
 
 _CONTROLS = 64
 """Stored samples of which one is computed again before a suspect is tried alone. Some of them may have been skipped."""
@@ -388,9 +389,17 @@ def _finish(
 
 def make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> Producer:
     """Load the model onto its devices. The producer may look at the samples that come next."""
-    if run.spec.generation is not None:
-        return answer_producer(run, progress, reader)
-    if run.spec.backend == "torch":
+    generation, torch = run.identity.generation, run.spec.backend == "torch"
+    if generation is not None:
+        if run.spec.positions == ANSWER:  # no row of a prompt is stored, so none leaves the device
+            generation = replace(generation, capture="answer")
+        if not torch:
+            return make_generator(run, generation, progress, reader)
+        models, tokenizer = torch_models(run.files, run.spec, progress), run.tokenizer
+        return TorchGenerator(
+            models, run.taps, generation=generation, spec=run.spec, tokenizer=tokenizer, progress=progress
+        )
+    if torch:
         return torch_producer(run.files, run.taps, run.spec, run.sizes.batch_tokens, progress)
     return make_device_producer(run, progress, reader)
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spile.data.stream import SampleReader
+from spile.data.tokens import Tokenizer
 from spile.errors import Failure, SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.attention import choose
@@ -40,13 +41,15 @@ from spile.models.params import Params
 from spile.models.weights import load
 from spile.spec.amounts import size
 from spile.spec.phase import Phase
+from spile.spec.positions import ALL
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
 from spile.worker.device import convert_error, place_steering, put
+from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.mesh import MeshPlan, arrange_devices, describe_mesh, device_memory
-from spile.worker.producer import Answer, OutOfDeviceMemory, check_tokens
+from spile.worker.producer import OutOfDeviceMemory, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.sizes import first_lengths, host_memory
 
@@ -238,12 +241,14 @@ class _Call(NamedTuple):
     finite: jax.Array
 
 
-class Generator:
-    """Answers samples, many at a time (an :class:`~spile.worker.infer.AnswerSource`)."""
+class Generator(AnswerProducer):
+    """Answers samples in JAX, many at a time."""
 
-    def __init__(self, programs: GenerationPrograms, progress: Progress | None = None) -> None:
+    def __init__(
+        self, programs: GenerationPrograms, tokenizer: Tokenizer, progress: Progress, positions: str = ALL
+    ) -> None:
+        super().__init__(tokenizer, programs.capture, progress, positions=positions, seed=programs.sampling.seed)
         self._programs, self._plan, self._sampling = programs, programs.plan, programs.sampling
-        self._progress = progress or Progress()
         self.groups = programs.groups
         firsts: list[Any] = list(programs.mesh.devices[:, 0])
         self.owned = [g for g, device in enumerate(firsts) if device.process_index == jax.process_index()]
@@ -268,10 +273,6 @@ class Generator:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
-        """Yield, after each call, the answers that ended with it, if any.
-
-        Samples are read as slots become free. Closing the iterator leaves unfinished answers unanswered.
-        """
         waiting = iter(samples)
         more = True
         while True:
@@ -335,13 +336,13 @@ class Generator:
         return self._call(self._wait_for(self._programs.stepper, "making tokens"), None)
 
     def _wait_for(self, program: Future[Any], what: str) -> Any:
-        self._progress.start()
+        self.progress.start()
         if not program.done():
-            self._progress.phase(Phase.COMPILING, f"for {what}")
-            began = self._progress.clock()
+            self.progress.phase(Phase.COMPILING, f"for {what}")
+            began = self.progress.clock()
             program.result()
-            self._progress.compiled(self._progress.clock() - began)
-            self._progress.phase(Phase.RUNNING)
+            self.progress.compiled(self.progress.clock() - began)
+            self.progress.phase(Phase.RUNNING)
         return program.result()
 
     def _call(self, program: Any, parts: Sequence[_Part] | None, *given: Chunk) -> _Call:
@@ -363,7 +364,7 @@ class Generator:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def _collect(self, call: _Call) -> list[Answer]:
-        with self._progress.busy("model"), self._progress.computing():
+        with self.progress.busy("model"), self.progress.computing():
             try:
                 tokens, logprobs = np.asarray(call.chosen.tokens), np.asarray(call.chosen.logprobs)
                 finite = np.asarray(call.finite)
@@ -372,7 +373,7 @@ class Generator:
                 raise self._convert_error(error) from error
         if not finite.all():
             raise Failure("NaN or infinity in the activations", expected="finite activations")
-        with self._progress.busy("host copy"):
+        with self.progress.busy("host copy"):
             if call.parts is not None:
                 self._append_first(call.parts, tokens.ravel().tolist(), logprobs.ravel().tolist())
                 self._keep(call.parts, kept)
@@ -385,7 +386,7 @@ class Generator:
         complete = [part for part in parts if part.last]
         for part in complete:
             self._append_token(part.answer, tokens[part.row], logprobs[part.row])
-        self._progress.add(
+        self.progress.add(
             tokens=sum(part.length for part in parts) + len(complete),
             generated_tokens=len(complete),
             computed_tokens=self.groups * self._plan.rows * self._plan.chunk,
@@ -404,7 +405,7 @@ class Generator:
                 self._append_token(answer, tokens[step][group][slot], logprobs[step][group][slot])
             generated += len(answer.tokens) - known
             parts.append(_Part(answer, group * self._plan.slots + slot, answer.fed - begun))
-        self._progress.add(
+        self.progress.add(
             tokens=generated,
             generated_tokens=generated,
             computed_tokens=self.groups * self._plan.slots * self._plan.stride,
@@ -473,7 +474,7 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
         dtype=dtype,
         store_dtype=spec.store_dtype,
     )
-    return Generator(programs, progress)
+    return Generator(programs, run.tokenizer, progress, spec.positions)
 
 
 def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:

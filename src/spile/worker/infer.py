@@ -1,40 +1,39 @@
 """``infer``: answer every prompt of a stream, and store the answers and their activations.
 
-:class:`AnswerProducer` puts the generator behind the pipeline's producer interface. The generator computes ahead of the
-pipeline: how long an answer is, and therefore how a shard is laid out, is known only once the answer has ended. So a
-batch of ``infer`` is one finished answer whose rows are in host memory; ``start`` and ``fetch`` only pass them on.
+Generators (:mod:`spile.worker.generator` in JAX, :mod:`spile.worker.torch_producers` in PyTorch) are producers of the
+pipeline that compute ahead of it: how long an answer is, and therefore how a shard is laid out, is known only once the
+answer has ended. So a batch of ``infer`` is one finished answer whose rows are in host memory; ``start`` and ``fetch``
+only pass them on.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.answers import by_task, submission
 from spile.data.arc.encoders import parse_encoder
-from spile.data.stream import SampleReader
 from spile.data.tokens import Tokenizer
 from spile.errors import SpecError
 from spile.models.decoder import head_needed
 from spile.objects import Folder, open_folder
-from spile.spec.positions import ALL, ANSWER, choose_positions
-from spile.spec.run import Capture, ExtractSpec, GenerationSpec
-from spile.spec.sample import Prediction, Role, Sample
+from spile.spec.positions import ALL, choose_positions
+from spile.spec.run import Capture, ExtractSpec
+from spile.spec.sample import Prediction, Role, Sample, StopReason
 from spile.spec.taps import MODULE, Tap, tap_kinds
 from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_folder
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import read_answers
 from spile.store.stream import StreamStore, claim_answers, read_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.generator import make_generator
-from spile.worker.producer import Answer, Control, Producer, RowBlock, Verdict
+from spile.worker.producer import Control, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress
-from spile.worker.torch_producers import TorchGenerator, torch_models
 
 if TYPE_CHECKING:
     from spile.worker.resolve import ResolvedRun
@@ -59,40 +58,73 @@ def check_generation(spec: ExtractSpec) -> None:
         )
 
 
-def answer_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) -> AnswerProducer:
-    """Load the model in JAX or in PyTorch, ready to generate answers."""
-    generation = run.identity.generation
-    assert generation is not None  # noqa: S101 - the caller has checked the spec
-    if run.spec.positions == ANSWER:  # no row of a prompt is stored, so none leaves the device
-        generation = replace(generation, capture="answer")
-    source: AnswerSource
-    if run.spec.backend == "torch":
-        models = torch_models(run.files, run.spec, progress)
-        source = TorchGenerator(models, run.taps, generation=generation, spec=run.spec, progress=progress)
-    else:
-        source = make_generator(run, generation, progress, reader)
-    return AnswerProducer(
-        source, run.tokenizer, generation, progress, positions=run.spec.positions, seed=run.spec.data.seed
-    )
+class AnswerRows:
+    """The captured activations of one answer: one array per tap, allocated for the longest answer.
 
+    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
+    """
 
-class AnswerSource(Protocol):
-    """What answers samples: a generator, or a few lines of NumPy in a test."""
+    def __init__(self, taps: int, room: int) -> None:
+        self._room, self._filled = room, 0
+        self._taps: list[npt.NDArray[Any] | None] = [None] * taps
 
     @property
-    def groups(self) -> int:
-        """The data-parallel width."""
+    def taps(self) -> int:
+        """The number of taps."""
+        return len(self._taps)
 
-    @property
-    def owned(self) -> Sequence[int]:
-        """The groups whose rows this process stores."""
+    def __len__(self) -> int:
+        return self._filled
 
-    def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
-        """Yield, after each step on the device, the answers that ended with it."""
+    def extend(self, count: int) -> int:
+        """Make room for ``count`` more rows at every tap; return the number of the first."""
+        self._filled += count
+        return self._filled - count
 
-    def describe(self) -> str: ...
+    def put(self, tap: int, first: int, rows: npt.NDArray[Any]) -> None:
+        """Copy rows to their place. Several taps may be filled at once."""
+        own = self._taps[tap]
+        if own is None:
+            own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
+        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
 
-    def close(self) -> None: ...
+    def take(self, tap: int) -> npt.NDArray[Any] | None:
+        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
+        own, self._taps[tap] = self._taps[tap], None
+        return None if own is None else own[: self._filled]
+
+
+@dataclass(eq=False)
+class Answer:
+    """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
+
+    sample: Sample
+    rows: AnswerRows
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: StopReason | None = None
+    """Why it ended; None until it has."""
+    group: int = 0
+    """The data-parallel group that computes it."""
+    read: int = 0
+    """Prompt tokens that were sent to the devices."""
+    fed: int = 0
+    """Tokens of the answer whose own step was looked at."""
+
+    @classmethod
+    def begin(cls, sample: Sample, taps: int, capture: Capture, most: int, group: int = 0) -> Answer:
+        """Return an answer without tokens, with room for the rows that are captured of at most ``most`` tokens."""
+        room = len(sample) * (capture in ("prompt", "both")) + most * (capture in ("answer", "both"))
+        return cls(sample, AnswerRows(taps, room), group=group)
+
+    def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
+        """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in stop:
+            self.reason = "stop"
+        elif len(self.tokens) >= most:
+            self.reason = "length"
 
 
 @dataclass(frozen=True)
@@ -117,34 +149,31 @@ class AnswerBatch(Batch):
 
 
 class AnswerProducer(Producer):
-    """The producer of ``infer``. It asks the control itself, because it computes while it makes batches."""
+    """The base class of generators. It asks the control itself, because it computes while it makes batches."""
 
     asks_control = True
 
     def __init__(
-        self,
-        source: AnswerSource,
-        tokenizer: Tokenizer,
-        generation: GenerationSpec,
-        progress: Progress,
-        *,
-        positions: str = ALL,
-        seed: int = 0,
+        self, tokenizer: Tokenizer, capture: Capture, progress: Progress, *, positions: str = ALL, seed: int = 0
     ) -> None:
-        self._source, self._tokenizer, self._progress = source, tokenizer, progress
-        self._capture: Capture = generation.capture
+        self._tokenizer, self.capture, self.progress = tokenizer, capture, progress
         self._positions, self._seed = positions, seed
-        self.groups, self.owned = source.groups, source.owned
-        self.describe, self.close = source.describe, source.close  # type: ignore[method-assign]
+
+    def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
+        """Yield, after each step on the device, the answers that ended with it.
+
+        Samples are read as they can be answered. Closing the iterator leaves unfinished answers unanswered.
+        """
+        raise NotImplementedError
 
     def batches(
         self,
         samples: Iterator[Sample],
-        sizes: Sizes,  # noqa: ARG002 - the generator has its own plan of slots
+        sizes: Sizes,  # noqa: ARG002 - a generator has its own plan
         control: Control,
     ) -> Iterator[Batch | Verdict]:
         """Generate answers, and yield each as a batch when it ends; ask the control after each step."""
-        for ended in self._source.answers(samples):
+        for ended in self.answers(samples):
             for answer in ended:
                 yield self._batch(answer)
             verdict = control.verdict()
@@ -172,14 +201,14 @@ class AnswerProducer(Producer):
         own = (self._tokenizer.roles(generated) & ~np.uint8(Role.FIRST)) | np.uint8(Role.ANSWER | Role.ASSISTANT)
         tokens: npt.NDArray[Any] = np.concatenate([sample.tokens, generated])
         roles: npt.NDArray[Any] = np.concatenate([sample.roles, own])
-        first = 0 if self._capture in ("prompt", "both") else len(sample)
-        stop = len(sample) + (len(generated) if self._capture in ("answer", "both") else 0)
+        first = 0 if self.capture in ("prompt", "both") else len(sample)
+        stop = len(sample) + (len(generated) if self.capture in ("answer", "both") else 0)
         if self._positions == ALL:
             stored = replace(sample, tokens=tokens[first:stop], roles=roles[first:stop])
         else:
             chosen = choose_positions(self._positions, self._seed, sample.index, roles, first, stop)
             stored = replace(sample, tokens=tokens, roles=roles, positions=chosen)
-        self._progress.add(samples=1, truncated=int(sample.truncated > 0))
+        self.progress.add(samples=1, truncated=int(sample.truncated > 0))
         groups = tuple(((stored,),) if group == answer.group else () for group in range(self.groups))
         return AnswerBatch(groups, 1, len(stored), answer, self._prediction(answer), first)
 

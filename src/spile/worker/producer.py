@@ -8,11 +8,10 @@ NumPy.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,8 +20,8 @@ import numpy.typing as npt
 from spile.errors import Failure, ModelError, SpecError
 from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.ranges import Ranges
-from spile.spec.run import Capture, ExtractSpec
-from spile.spec.sample import Sample, Skip, StopReason
+from spile.spec.run import ExtractSpec
+from spile.spec.sample import Sample, Skip
 from spile.worker.batches import Batch, Sizes, batches
 
 Verdict = Literal["go", "commit", "stop"]
@@ -215,75 +214,3 @@ def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
             found=f"--prompt {kind}",
             fix="use spile infer, which makes answers, or --positions last",
         )
-
-
-# -- answers -----------------------------------------------------------------------------------------------------------
-
-
-class AnswerRows:
-    """The captured activations of one answer: one array per tap, allocated for the longest answer.
-
-    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
-    """
-
-    def __init__(self, taps: int, room: int) -> None:
-        self._room, self._filled = room, 0
-        self._taps: list[npt.NDArray[Any] | None] = [None] * taps
-
-    @property
-    def taps(self) -> int:
-        """The number of taps."""
-        return len(self._taps)
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def extend(self, count: int) -> int:
-        """Make room for ``count`` more rows at every tap; return the number of the first."""
-        self._filled += count
-        return self._filled - count
-
-    def put(self, tap: int, first: int, rows: npt.NDArray[Any]) -> None:
-        """Copy rows to their place. Several taps may be filled at once."""
-        own = self._taps[tap]
-        if own is None:
-            own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
-        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
-
-    def take(self, tap: int) -> npt.NDArray[Any] | None:
-        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
-        own, self._taps[tap] = self._taps[tap], None
-        return None if own is None else own[: self._filled]
-
-
-@dataclass(eq=False)
-class Answer:
-    """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
-
-    sample: Sample
-    rows: AnswerRows
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    reason: StopReason | None = None
-    """Why it ended; None until it has."""
-    group: int = 0
-    """The data-parallel group that computes it."""
-    read: int = 0
-    """Prompt tokens that were sent to the devices."""
-    fed: int = 0
-    """Tokens of the answer whose own step was looked at."""
-
-    @classmethod
-    def begin(cls, sample: Sample, taps: int, capture: Capture, most: int, group: int = 0) -> Answer:
-        """Return an answer without tokens, with room for the rows that are captured of at most ``most`` tokens."""
-        room = len(sample) * (capture in ("prompt", "both")) + most * (capture in ("answer", "both"))
-        return cls(sample, AnswerRows(taps, room), group=group)
-
-    def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
-        """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in stop:
-            self.reason = "stop"
-        elif len(self.tokens) >= most:
-            self.reason = "length"

@@ -15,6 +15,7 @@ import ml_dtypes  # noqa: F401 - NumPy's bfloat16
 import numpy as np
 import numpy.typing as npt
 
+from spile.data.tokens import Tokenizer
 from spile.errors import Failure, SpecError
 from spile.models.generation import Sampling, choose_tokens
 from spile.models.model_files import ModelFiles
@@ -24,8 +25,9 @@ from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.shard import as_stored
 from spile.worker.batches import Batch
+from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.pipeline import Channel, ThreadGroup, ThreadsEnded
-from spile.worker.producer import Answer, OutOfDeviceMemory, Producer, RowBlock, check_tokens
+from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.torch_backend import Hooks, inference_on, input_device, load_replicas, nearly_equal, padding_is_safe
 
@@ -202,8 +204,8 @@ _SORTED = 4
 """Batches of prompts that are sorted by length together."""
 
 
-class TorchGenerator:
-    """Answers samples with ``generate`` of transformers (an :class:`~spile.worker.infer.AnswerSource`).
+class TorchGenerator(AnswerProducer):
+    """Answers samples with ``generate`` of transformers.
 
     Each replica answers a batch of prompts at a time, in a thread of its own. A batch takes as long as its longest
     answer. Tokens are selected here, with the random numbers of the JAX generator.
@@ -218,8 +220,10 @@ class TorchGenerator:
         *,
         generation: GenerationSpec,
         spec: ExtractSpec,
+        tokenizer: Tokenizer,
         progress: Progress,
     ) -> None:
+        super().__init__(tokenizer, generation.capture, progress, positions=spec.positions, seed=spec.data.seed)
         self._hooks = [Hooks(model, taps) for model in replicas]
         self._model, self._dtype = replicas[0], spec.dtype
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
@@ -227,7 +231,7 @@ class TorchGenerator:
         self._size = spec.batch_size or _BATCH[input_device(self._model).type]
         self._padded = _left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
-        self.taps, self.capture, self.store_dtype, self.progress = taps, generation.capture, spec.store_dtype, progress
+        self.taps, self.store_dtype = taps, spec.store_dtype
         chosen = generation.stop_tokens, generation.max_new_tokens, generation.temperature, generation.top_p
         self.sampling = Sampling(*chosen, spec.data.seed)
         self.threads = ThreadGroup()
@@ -242,10 +246,6 @@ class TorchGenerator:
         self.threads.fail(ThreadsEnded())
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
-        """Yield, after each token, the answers that ended with it.
-
-        Closing the iterator leaves unfinished answers unanswered.
-        """
         self.progress.start()
         self.threads = ThreadGroup()
         waiting, lock = self._batches(samples), threading.Lock()

@@ -20,9 +20,9 @@ from spile.store.stream import StreamStore, join_run, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
-from spile.worker.infer import AnswerProducer
+from spile.worker.infer import Answer, AnswerProducer, AnswerRows
 from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Answer, AnswerRows, Control, Verdict
+from spile.worker.producer import Control, Verdict
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script
 from world import TAPS, D, items, rows_of, run_identity, stream_identity
@@ -30,10 +30,11 @@ from world import TAPS, D, items, rows_of, run_identity, stream_identity
 RUN = run_identity(generation=GenerationSpec(stop_tokens=(2,)))
 
 
-class Source:
-    """Answers one sample per step with one token, on so many groups in turn."""
+class OneTokenAnswers(AnswerProducer):
+    """Answers one sample per step with one token, on several groups in turn."""
 
-    def __init__(self, groups: int = 1) -> None:
+    def __init__(self, groups: int, tokenizer: Tokenizer, progress: Progress) -> None:
+        super().__init__(tokenizer, "both", progress)
         self.groups, self.owned = groups, range(groups)
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
@@ -45,12 +46,6 @@ class Source:
                 rows.put(tap, first, np.concatenate([rows_of(sample, tap), last]))
             yield [Answer(sample, rows, [2], [-0.5], "stop", group=number % self.groups)]
 
-    def describe(self) -> str:
-        return "NumPy"
-
-    def close(self) -> None:
-        pass
-
 
 def run(root: Path, count: int, control: object, groups: int = 1, **sizes: object) -> tuple[bool, StreamStore]:
     folder = open_folder(str(root))
@@ -60,7 +55,7 @@ def run(root: Path, count: int, control: object, groups: int = 1, **sizes: objec
     tokenizer, progress = Tokenizer(Backend(words), None, 2, None, {}, frozenset({2})), Progress()
     finished = run_pipeline(
         items(count, stream.ledger.done),
-        AnswerProducer(Source(groups), tokenizer, GenerationSpec(), progress),
+        OneTokenAnswers(groups, tokenizer, progress),
         Sink(stream),
         Sizes(128, None, 64, **{"shard_bytes": 1e9, **sizes}),  # type: ignore[arg-type]
         progress=progress,

@@ -227,7 +227,8 @@ def generator_of(models: list[Any], how: GenerationSpec, taps: tuple[Tap, ...] =
     from spile.worker.torch_producers import TorchGenerator
 
     spec = ExtractSpec(dtype="float32", store_dtype="float32", **more)
-    return TorchGenerator(models, taps, generation=how, spec=spec, progress=Progress())
+    tokenizer = load_tokenizer(model_files.find("embedded").tokenizer_folder)
+    return TorchGenerator(models, taps, generation=how, spec=spec, tokenizer=tokenizer, progress=Progress())
 
 
 def test_two_replicas_share_a_batch(tmp_path: Path) -> None:
