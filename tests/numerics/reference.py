@@ -52,9 +52,7 @@ def transformers_taps(
     assert not complaints, complaints
     model.eval()
     ids = torch.from_numpy(tokens).long()
-    follows = torch.ones_like(ids, dtype=torch.bool)
-    follows[:, -1] = False
     with _without_float32() if wide else contextlib.nullcontext():
-        found = Hooks(model, taps).run(ids, None, follows)
+        found = Hooks(model, taps).run(ids, None)
     kind: Any = np.float64 if wide else np.float32
     return {str(tap): found[tap].numpy().astype(np.int32 if tap.site == "logits_ids" else kind) for tap in taps}
