@@ -59,24 +59,8 @@ _CPUS, _MEMORY_GB = 2, 8
 _LOCKED_MEMORY = "68719476736"
 """KiB of locked memory that libtpu wants, by GKE's documentation of TPU pods without privileges."""
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_TOLERATION = re.compile(r"([\w./-]+)(?:=([\w.-]+))?:(NoSchedule|NoExecute|PreferNoSchedule)", re.ASCII)
-
-
-@dataclass(frozen=True)
-class SecretKey:
-    """One key of a secret of the cluster, as a variable. A manifest never contains the secret itself."""
-
-    variable: str
-    secret: str
-    key: str
-
-    @classmethod
-    def parse(cls, text: str) -> SecretKey:
-        """Parse ``HF_TOKEN=huggingface/token``."""
-        match = re.fullmatch(r"([A-Za-z_]\w*)=([a-z0-9][a-z0-9.-]*)/([\w.-]+)", text, re.ASCII)
-        if match is None:
-            raise SpecError("--secret", expected="VARIABLE=secret/key", found=repr(text))
-        return cls(*match.groups())
+_SECRET = re.compile(r"[A-Za-z_]\w*=[a-z0-9][a-z0-9.-]*/[\w.-]+", re.ASCII)
+_TOLERATION = re.compile(r"[\w./-]+(=[\w.-]+)?:(NoSchedule|NoExecute|PreferNoSchedule)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -133,10 +117,6 @@ class KubernetesOptions:
         return self.hosts_per_worker if self.machine is None else self.machine.hosts
 
     @property
-    def secrets(self) -> list[SecretKey]:
-        return [SecretKey.parse(text) for text in self.secret or ()]
-
-    @property
     def volumes(self) -> dict[str, str]:
         """Persistent volume claims by mount path."""
         return pairs("--volume", self.volume, "/path=claim")
@@ -163,6 +143,9 @@ class KubernetesOptions:
         for path in self.volumes:
             if not path.startswith("/"):
                 raise SpecError("--volume", expected="/path=claim", found=repr(path))
+        for text in self.secret or ():
+            if not _SECRET.fullmatch(text):
+                raise SpecError("--secret", expected="VARIABLE=secret/key", found=repr(text))
         for text in self.toleration or ():
             if not _TOLERATION.fullmatch(text):
                 raise SpecError("--toleration", expected="key=value:NoSchedule or key:NoSchedule", found=repr(text))
@@ -466,8 +449,10 @@ def _variables(job: KubernetesJob) -> Iterator[dict[str, Any]]:
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
     if alone:
         yield {"name": VARIABLE, "value": f"$(JOB_UID)-$(JOB_INDEX):$(JOB_FAILURES):$(JOB_DISRUPTIONS):{UNKNOWN}"}
-    for each in job.secrets:
-        yield {"name": each.variable, "valueFrom": {"secretKeyRef": {"name": each.secret, "key": each.key}}}
+    for text in job.secret or ():  # A manifest names the secrets of the cluster and never contains them.
+        variable, _, place = text.partition("=")
+        secret, _, key = place.partition("/")
+        yield {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _resources(job: KubernetesJob) -> dict[str, Any]:

@@ -1,20 +1,8 @@
 """The supervisor: run every stream of a dataset on an engine, and decide what to do when a worker ends.
 
-The module has two parts.
-
 The policy, :meth:`RestartPolicy.decide`, is a pure function: exit code and history in, decision out. Every place that
 restarts workers uses it: :class:`Supervisor` for the engines that this command schedules (local and Ray), and the
-agent on each machine of a fleet. A caller with a loop of its own uses it like this::
-
-    policy, history = RestartPolicy(), AttemptHistory()
-    while True:
-        began = clock()
-        code = run_worker()
-        decision = policy.decide(history, code, seconds=clock() - began)
-        history = decision.history
-        if decision.action is not RestartAction.RESTART:
-            break  # DONE, REFUSED or GIVE_UP; decision.reason says why
-        sleep(decision.pause)
+agent on each machine of a fleet, which keeps :attr:`Decision.history` for the next call.
 
 The supervisor is the loop around it for many streams: it starts the longest stream first, keeps ``engine.workers``
 streams running, moves streams away from silent and slow machines, and stops the workers when the user asks for it.
@@ -111,8 +99,6 @@ class Decision:
     """The history to pass to the next call."""
     pause: float = 0.0
     """Seconds to wait before a restart."""
-    fenced: bool = False
-    """Whether another worker owns the stream."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +150,7 @@ class RestartPolicy:
         if code == Fenced.exit_code:
             history = replace(history, fences=history.fences + 1)
             action = RestartAction.RESTART if history.fences <= self.fence_retries else RestartAction.GIVE_UP
-            return Decision(action, "another worker owns it", history, self.pause, fenced=True)
+            return Decision(action, "another worker owns it", history, self.pause)
         longest = _LONGEST_DOUBLING
         if is_kill(code):
             history = replace(history, kills=(0 if committed else history.kills) + 1)
@@ -488,7 +474,8 @@ class Supervisor:
             cause = f" ({end.cause})" if end.cause else ""
             self._log(f"{label}: its machine{where} was lost{cause}; it continues on another")
         elif end.code not in _STOPPED and not self._stopping:
-            how = decision.reason if decision.fenced else f"its worker{where} ended with {_problem(end, decision)}"
+            fenced = end.code == Fenced.exit_code
+            how = decision.reason if fenced else f"its worker{where} ended with {_problem(end, decision)}"
             self._log(f"{label}: {how}; it continues in {decision.pause:g} s")
 
     def _stop_if_hopeless(self, progress: bool) -> None:

@@ -61,9 +61,9 @@ def open_folder(url: str) -> Folder:
     if scheme == "file":
         return LocalFolder(Path(rest), rest)
     if scheme == "hf":
-        from spile.objects.hub import HubFolder, HubName
+        from spile.objects.hub import HubFolder
 
-        return HubFolder(HubName.parse(url))
+        return HubFolder.parse(url)
     if scheme not in _CLOUDS:
         raise SpecError(
             f"unknown kind of folder {url}", expected="a path, gs://, s3://, az:// or hf://", found=f"{scheme}://"

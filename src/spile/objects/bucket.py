@@ -152,7 +152,6 @@ class BucketFolder:
         return self.bucket.once(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Return an iterator over whole objects, many at a time because each waits for the network."""
         return read_ahead((partial(self.get, key) for key in keys), 4 * _READERS, threads=_READERS)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
@@ -246,7 +245,6 @@ class BucketFolder:
             self._run("delete", key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
 
     def writer(self, key: str, size: int) -> BucketWriter:
-        """Return a writer with memory for ``size`` bytes; wait while open writers hold too much."""
         name = self._name(key)
 
         def send(data: Bytes) -> None:
@@ -371,7 +369,6 @@ class BucketWriter:
         self._room(offset + piece.nbytes)[offset : offset + piece.nbytes] = piece
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Move bytes to a lower offset. NumPy copies overlapping ranges correctly."""
         if target > source:
             raise ValueError("bytes can only be moved to a lower offset")
         buffer = self._room(source + length)

@@ -52,38 +52,27 @@ def _translated(error: BaseException | None, name: str) -> SpileError:
 
 
 @dataclass(frozen=True)
-class HubName:
-    """A dataset repository, as in ``hf://datasets/OWNER/NAME@REVISION/PREFIX``."""
+class HubFolder:
+    """A folder of a dataset repository, at one commit."""
 
     repository: str
     revision: str | None = None
     prefix: str = ""
+    stats: Stats = field(default_factory=Stats, compare=False)
+    local_path = None
 
     @classmethod
-    def parse(cls, url: str) -> HubName:
-        """Parse the URL; raise :class:`SpecError` if it names no dataset."""
+    def parse(cls, url: str) -> HubFolder:
+        """Parse ``hf://datasets/OWNER/NAME@REVISION/PREFIX``; raise :class:`SpecError` if it names no dataset."""
         found = _FORM.fullmatch(url.rstrip("/"))
         if found is None:
             raise SpecError("not a dataset on the hub", expected="hf://datasets/OWNER/NAME", found=url)
         return cls(found[1], found[2], (found[3] or "").strip("/"))
 
-    def __str__(self) -> str:
-        revision = f"@{self.revision}" if self.revision else ""
-        return f"hf://datasets/{self.repository}{revision}" + (f"/{self.prefix}" if self.prefix else "")
-
-
-@dataclass(frozen=True)
-class HubFolder:
-    """A folder of a dataset repository, at one commit."""
-
-    name: HubName
-    stats: Stats = field(default_factory=Stats, compare=False)
-    local_path = None
-
     @property
     def url(self) -> str:
-        """The folder's address as a user would type it."""
-        return str(self.name)
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf://datasets/{self.repository}{revision}" + (f"/{self.prefix}" if self.prefix else "")
 
     @cached_property
     def _commit(self) -> str:
@@ -91,15 +80,13 @@ class HubFolder:
 
         with hub_errors(self.url):
             self.stats.add(requests=1)
-            return HfApi().dataset_info(self.name.repository, revision=self.name.revision, timeout=30).sha or "main"
+            return HfApi().dataset_info(self.repository, revision=self.revision, timeout=30).sha or "main"
 
     def child(self, path: str) -> HubFolder:
-        """Return the folder below this one."""
-        name = HubName(self.name.repository, self._commit, self._path(path))
-        return HubFolder(name, self.stats)
+        return HubFolder(self.repository, self._commit, self._path(path), self.stats)
 
     def _path(self, key: str) -> str:
-        return f"{self.name.prefix}/{checked_key(key)}" if self.name.prefix else checked_key(key)
+        return f"{self.prefix}/{checked_key(key)}" if self.prefix else checked_key(key)
 
     def _read(self, key: str, span: str = "") -> bytes:
         from huggingface_hub import constants
@@ -109,7 +96,7 @@ class HubFolder:
             http_backoff,
         )
 
-        where = f"datasets/{self.name.repository}/resolve/{self._commit}/{quote(self._path(key))}"
+        where = f"datasets/{self.repository}/resolve/{self._commit}/{quote(self._path(key))}"
         headers = build_hf_headers() | ({"range": f"bytes={span}"} if span else {})
         with hub_errors(f"{self.url}/{key}"):
             answer = http_backoff("GET", f"{constants.ENDPOINT}/{where}", headers=headers, timeout=60)
@@ -118,15 +105,12 @@ class HubFolder:
         return answer.content
 
     def get(self, key: str) -> bytes:
-        """Return the whole object."""
         return self._read(key)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Yield whole objects in order, fetched in parallel."""
         return read_ahead((partial(self.get, key) for key in keys), _PARALLEL)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Return exactly these bytes."""
         found = self._read(key, f"{start}-{start + length - 1}") if length else b""
         if len(found) != length:
             raise StoreError(f"{self.url}/{key}", expected=f"{length:,} bytes from {start:,}", found=f"{len(found):,}")
@@ -139,27 +123,25 @@ class HubFolder:
         with hub_errors(self.url):
             self.stats.add(requests=1)
             found = HfApi().list_repo_tree(
-                self.name.repository,
-                self.name.prefix or None,
+                self.repository,
+                self.prefix or None,
                 recursive=True,
                 repo_type="dataset",
                 revision=self._commit,
             )
             files = [each for each in found if isinstance(each, RepoFile)]
-        cut = len(self.name.prefix) + 1 if self.name.prefix else 0
+        cut = len(self.prefix) + 1 if self.prefix else 0
         keys = sorted((each.path[cut:], each) for each in files)
         return {
             key: ObjectInfo(key, each.size, 0.0, each.lfs.sha256 if each.lfs else each.blob_id) for key, each in keys
         }
 
     def info(self, key: str) -> ObjectInfo:
-        """Return the size of an object."""
         if key not in self._files:
             raise NotFound(f"no such file on the hub: {self.url}/{key}")
         return self._files[key]
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield all objects whose key starts with ``prefix``."""
         try:
             found = self._files
         except NotFound:  # A folder without files does not exist on the hub.

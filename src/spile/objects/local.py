@@ -219,7 +219,6 @@ class LocalWriter:
             sync_folder(self._path.parent)
 
     def abort(self) -> None:
-        """Remove the temporary file, unless it was finished."""
         if self._handle is not None:
             self._close()
             with suppress(OSError):  # the error that led here says more; verify --gc finds the file
@@ -276,7 +275,6 @@ class LocalFolder:
         return ObjectInfo(key, found.st_size, found.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield all files below, sorted by key, without temporary ones."""
         for key, entry in self._walk(prefix):
             if not entry.name.startswith(_TEMPORARY):
                 with suppress(FileNotFoundError):  # deleted in the meantime

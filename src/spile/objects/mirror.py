@@ -31,7 +31,6 @@ class _BothWriters:
         self._home.move(source, target, length)
 
     def finish(self, size: int) -> None:
-        """Finish the copy, then the object; remove the copy if the object fails."""
         self._copy.finish(size)
         try:
             self._home.finish(size)
@@ -71,7 +70,6 @@ class MirrorFolder:
         return MirrorFolder(self.home.child(path), self.copy.child(path))
 
     def get(self, key: str) -> bytes:
-        """Read from the home and complete the copy."""
         data = self.home.get(key)
         self._complete_copy(key, data)
         return data
@@ -80,7 +78,6 @@ class MirrorFolder:
         return self.home.get_range(key, start, length)
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        """Read from the home and complete the copy."""
         wanted, names = tee(keys)
         for key, data in zip(names, self.home.get_many(wanted), strict=True):
             self._complete_copy(key, data)

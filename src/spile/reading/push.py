@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spile.errors import SpecError, StoreError, UserError
 from spile.objects.folder import Folder, ObjectInfo, read_chunks
-from spile.objects.hub import HubFolder, HubName, hub_errors
+from spile.objects.hub import HubFolder, hub_errors
 from spile.reading.dataset import Dataset
 from spile.reading.export import Seen, ignore_progress
 from spile.store.layout import PROGRESS, SUSPECTS, predictions_name, stream_number
@@ -55,28 +55,28 @@ def push_dataset(
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    name = HubName.parse(target)
-    if name.revision or name.prefix:
+    there = HubFolder.parse(target)
+    if there.revision or there.prefix:
         raise SpecError("the repository", expected="hf://datasets/OWNER/NAME", found=target)
     files = _files(dataset)
     if not any(each.key.endswith(_DATA[0]) for each in files):
         raise UserError(f"{dataset.root.url} has no samples yet", fix="push it after the first commit")
     total, done, api, commit = sum(each.size for each in files), 0, HfApi(), ""
     with hub_errors(target):
-        api.create_repo(name.repository, repo_type="dataset", private=private, exist_ok=True)
-    _check_run(dataset, HubFolder(name))
+        api.create_repo(there.repository, repo_type="dataset", private=private, exist_ok=True)
+    _check_run(dataset, there)
     for group in _groups(files):
         last = group[-1] is files[-1]
         with hub_errors(target), _on_disk(dataset.root, group) as folder:
             adds = [CommitOperationAdd(each.key, folder / each.key) for each in group]
             adds += [CommitOperationAdd(key, data) for key, data in (extra.items() if last else ())]
             message = "Add the ledger and the card" if last else f"Add {len(group)} shards"
-            made = api.create_commit(name.repository, adds, commit_message=message, repo_type="dataset")
+            made = api.create_commit(there.repository, adds, commit_message=message, repo_type="dataset")
             checksums = {each.path_in_repo: each._local_oid for each in adds}
         commit, done = made.oid, done + sum(each.size for each in group)
-        _check_uploaded(HubFolder(HubName(name.repository, commit)), checksums)
+        _check_uploaded(HubFolder(there.repository, commit), checksums)
         seen(done, total)
-    return Pushed(str(name), commit, len(files) + len(extra), total)
+    return Pushed(there.url, commit, len(files) + len(extra), total)
 
 
 def _files(dataset: Dataset) -> list[ObjectInfo]:

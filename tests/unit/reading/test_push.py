@@ -12,7 +12,7 @@ import pytest
 import spile
 from spile.errors import SpecError, StoreError, UserError
 from spile.objects import open_folder
-from spile.objects.hub import HubName
+from spile.objects.hub import HubFolder
 from spile.reading import push as pushing
 from spile.reading.push import push_dataset
 from spile_fakes.hub import DatasetHub
@@ -131,5 +131,5 @@ def test_a_dataset_of_the_hub_cannot_be_written_to() -> None:
 
 
 def test_names_have_an_owner_and_may_have_a_revision() -> None:
-    assert HubName.parse("hf://datasets/a/b@v1/part/") == HubName("a/b", "v1", "part")
-    assert str(HubName.parse("hf://datasets/a/b@v1/part/")) == "hf://datasets/a/b@v1/part"
+    assert HubFolder.parse("hf://datasets/a/b@v1/part/") == HubFolder("a/b", "v1", "part")
+    assert HubFolder.parse("hf://datasets/a/b@v1/part/").url == "hf://datasets/a/b@v1/part"
