@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.errors import SpecError
-from spile.spec.options import at_least
+from spile.spec.options import at_least, pairs
 
 if TYPE_CHECKING:
     from spile.launch.supervisor import Engine
@@ -71,42 +71,63 @@ def refuse_control_characters(flag: str, text: str) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The options that all clusters share. They are flags of ``spile k8s job`` and ``spile slurm job``."""
+
+    name: str = "spile"
+    """The job's name."""
+    num_workers: int | None = None
+    """The number of workers, which claim one stream after another. [default: one for each stream]"""
+    hosts_per_worker: int = 1
+    """Hosts that act as one worker."""
+    gpus: int = 0
+    """GPUs of each host."""
+    cpus: int | None = None
+    """Processors of each host."""
+    memory_gb: int | None = None
+    """Memory of each host, in GB."""
+    env: list[str] | None = None
+    """NAME=value for every worker. Do not use it for secrets."""
+    grace: int = 120
+    """Seconds that a worker has to commit before it is killed."""
+    retries: int = 6
+    """Retries after errors of a worker. Disruptions do not count."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return pairs("--env", self.env)
+
+    def __post_init__(self) -> None:
+        if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
+            expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
+            raise SpecError("--name", expected=expected, found=repr(self.name))
+        at_least("--num-workers", self.num_workers, 1)
+        at_least("--hosts-per-worker", self.hosts_per_worker, 1)
+        at_least("--gpus", self.gpus, 0)
+        at_least("--cpus", self.cpus, 1)
+        at_least("--memory-gb", self.memory_gb, 1)
+        at_least("--retries", self.retries, 0)
+        if not 10 <= self.grace <= 3600:
+            raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
+        for name, text in self.variables.items():
+            refuse_control_characters(f"--env {name}", text)
+
+
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run for a cluster that schedules by itself: workers of one or several hosts that claim streams."""
+    """A run for a cluster that schedules by itself: workers that claim streams."""
 
-    name: str
     words: tuple[str, ...]
     """The worker's command, without the flags that name the worker and its host."""
     workers: int
     """The number of workers at once."""
     root: str
     """The output folder or bucket."""
-    hosts: int = 1
-    """The number of hosts that act as one worker."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    grace: int = 120
-    """Seconds between the request to end and the kill, in which a worker commits its shard."""
-    retries: int = 6
-    """Restarts after a worker's own errors."""
-    cpus: int | None = None
-    memory_gb: int | None = None
 
     def __post_init__(self) -> None:
-        if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
-            expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
-            raise SpecError("--name", expected=expected, found=repr(self.name))
-        at_least("--num-workers", self.workers, 1)
-        at_least("--hosts-per-worker", self.hosts, 1)
-        at_least("--cpus", self.cpus, 1)
-        at_least("--memory-gb", self.memory_gb, 1)
-        at_least("--retries", self.retries, 0)
-        if not 10 <= self.grace <= 3600:
-            raise SpecError("--grace", expected="from 10 to 3,600 seconds", found=str(self.grace))
         flag = "the command"
         for word in self.words:
             refuse_control_characters(flag, word)
             flag = word if word.startswith("--") else flag
         refuse_control_characters("--output", self.root)
-        for name, text in self.env.items():
-            refuse_control_characters(f"--env {name}", text)

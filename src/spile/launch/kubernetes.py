@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from spile.errors import Fenced, Interrupted, SpecError, UserError
-from spile.launch.engines import ClusterJob, refuse_control_characters
+from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
 from spile.planning.machines import Machine, parse_machine
+from spile.spec.amounts import counted
 from spile.spec.options import at_least, pairs
 from spile.store.quarantine import UNKNOWN, VARIABLE
 
@@ -63,20 +64,16 @@ _SECRET = re.compile(r"[A-Za-z_]\w*=[a-z0-9][a-z0-9.-]*/[\w.-]+", re.ASCII)
 _TOLERATION = re.compile(r"[\w./-]+(=[\w.-]+)?:(NoSchedule|NoExecute|PreferNoSchedule)", re.ASCII)
 
 
-@dataclass(frozen=True)
-class KubernetesOptions:
-    """Names and options of the cluster. They are the flags of ``spile k8s job``."""
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions(ClusterOptions):
+    """The flags of ``spile k8s job``."""
 
     image: str
     """The image that the cluster pulls. spile docker build builds it; push it to your registry."""
     topology: str | None = None
-    """The TPUs on GKE: v5e-8, v5litepod-64, … Several hosts act as one worker."""
-    gpus: int = 0
-    """GPUs of each pod (nvidia.com/gpu)."""
+    """The TPUs on GKE: v5e-8, v5litepod-64, … All hosts of a slice act as one worker."""
     gpu_type: str | None = None
     """The type of the GPUs on GKE: nvidia-l4, nvidia-h100-80gb, …"""
-    hosts_per_worker: int = 1
-    """Without --topology: pods that act as one worker."""
     spot: bool = False
     """Use spot machines of GKE."""
     jobset: bool = False
@@ -127,9 +124,9 @@ class KubernetesOptions:
         return pairs("--node-selector", self.node_selector, "key=value")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.image or " " in self.image:
             raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
-        at_least("--gpus", self.gpus, 0)
         at_least("--disk-gb", self.disk_gb, 1)
         at_least("--keep-hours", self.keep_hours, 0)
         if self.gpus and self.topology is not None:
@@ -171,34 +168,25 @@ class KubernetesOptions:
             refuse_control_characters(flag, text)
 
 
-@dataclass(frozen=True)
-class KubernetesJob(KubernetesOptions):
-    """The job with the options of the cluster."""
-
-    job: ClusterJob = field(kw_only=True)
-
-
-def manifests(job: KubernetesJob) -> list[dict[str, Any]]:
-    run = job.job
-    if run.hosts == 1:
-        return [_indexed_job(job)]
-    names = [f"{run.name}-{number}" for number in range(run.workers)]
-    if job.jobset:
-        return [_jobset(job, name) for name in names]
-    return [_service(job), *(_slice_job(job, name) for name in names)]
+def manifests(options: KubernetesOptions, job: ClusterJob) -> list[dict[str, Any]]:
+    if options.hosts == 1:
+        return [_indexed_job(options, job)]
+    names = [f"{options.name}-{number}" for number in range(job.workers)]
+    if options.jobset:
+        return [_jobset(options, job, name) for name in names]
+    return [_service(options), *(_slice_job(options, job, name) for name in names)]
 
 
-def to_yaml(job: KubernetesJob) -> str:
+def to_yaml(options: KubernetesOptions, job: ClusterJob) -> str:
     """Return the manifests as a file with instructions at the top. The same flags give the same text."""
-    run = job.job
-    watch = f"spile monitor {run.root}"
-    head = [
-        f"# {run.workers} {'worker' if run.workers == 1 else 'workers'}{_machine_text(job)}. "
-        f"kubectl apply -f THIS; watch with: {watch}",
-        "# Apply it again, under any name, to continue: what is committed is not done again.",
-    ]
-    text: str = yaml.dump_all(manifests(job), Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
-    return "\n".join(head) + "\n" + text
+    workers = counted(job.workers, "worker")
+    head = (
+        f"# {workers}{_machine_text(options)}. kubectl apply -f THIS; watch with: spile monitor {job.root}\n"
+        "# Apply it again, under any name, to continue: what is committed is not done again.\n"
+    )
+    parts = manifests(options, job)
+    text: str = yaml.dump_all(parts, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+    return head + text
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
@@ -211,10 +199,10 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-def _machine_text(job: KubernetesJob) -> str:
-    if job.machine is not None:
-        return f", each on a {job.machine.name} ({job.job.hosts} {'host' if job.job.hosts == 1 else 'hosts'})"
-    return f", each with {job.gpus} GPUs on {job.job.hosts} hosts" if job.gpus else ""
+def _machine_text(options: KubernetesOptions) -> str:
+    if options.machine is not None:
+        return f", each on a {options.machine.name} ({counted(options.hosts, 'host')})"
+    return f", each with {options.gpus} GPUs on {options.hosts} hosts" if options.gpus else ""
 
 
 def _literal(text: str) -> str:
@@ -222,17 +210,17 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _labels(job: KubernetesJob) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "spile", "app.kubernetes.io/instance": job.job.name}
+def _labels(options: KubernetesOptions) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "spile", "app.kubernetes.io/instance": options.name}
 
 
-def _metadata(job: KubernetesJob, name: str, **annotations: str) -> dict[str, Any]:
-    labels = _labels(job)
-    if job.queue is not None:
-        labels["kueue.x-k8s.io/queue-name"] = job.queue
+def _metadata(options: KubernetesOptions, name: str, **annotations: str) -> dict[str, Any]:
+    labels = _labels(options)
+    if options.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = options.queue
     found: dict[str, Any] = {"name": name}
-    if job.namespace is not None:
-        found["namespace"] = job.namespace
+    if options.namespace is not None:
+        found["namespace"] = options.namespace
     return {**found, "labels": labels, **({"annotations": annotations} if annotations else {})}
 
 
@@ -254,54 +242,52 @@ def _codes(*codes: int) -> dict[str, Any]:
     return {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}
 
 
-def _indexed_job(job: KubernetesJob) -> dict[str, Any]:
-    run = job.job
-    words = [*_worker(job, f"{run.name}-$({INDEX})"), "--num-processes", "1"]
+def _indexed_job(options: KubernetesOptions, job: ClusterJob) -> dict[str, Any]:
+    words = [*_worker(job, f"{options.name}-$({INDEX})"), "--num-processes", "1"]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(job, run.name),
+        "metadata": _metadata(options, options.name),
         "spec": {
             "completionMode": "Indexed",
-            "completions": run.workers,
-            "parallelism": run.workers,
-            "backoffLimitPerIndex": run.retries,
+            "completions": job.workers,
+            "parallelism": job.workers,
+            "backoffLimitPerIndex": options.retries,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": _failure_policy("FailIndex"),
-            "ttlSecondsAfterFinished": job.keep_hours * 3600,
-            "template": _template(job, words),
+            "ttlSecondsAfterFinished": options.keep_hours * 3600,
+            "template": _template(options, words),
         },
     }
 
 
-def _worker(job: KubernetesJob, name: str) -> list[str]:
+def _worker(job: ClusterJob, name: str) -> list[str]:
     """Return the command of the worker of this name."""
-    return [*map(_literal, job.job.words), "--worker-name", f"{name}-$(JOB_UID)"]
+    return [*map(_literal, job.words), "--worker-name", f"{name}-$(JOB_UID)"]
 
 
-def _slice_spec(job: KubernetesJob, name: str, coordinator: str) -> dict[str, Any]:
+def _slice_spec(options: KubernetesOptions, job: ClusterJob, name: str, coordinator: str) -> dict[str, Any]:
     """Return a Job in which all hosts of a slice act as the worker of this name."""
-    run = job.job
-    place = ["--num-processes", str(run.hosts), "--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
+    place = ["--num-processes", str(options.hosts), "--process-id", f"$({INDEX})", "--coordinator-address", coordinator]
     words = [*_worker(job, name), *place]
     return {
         "completionMode": "Indexed",
-        "completions": run.hosts,
-        "parallelism": run.hosts,
-        "backoffLimit": run.retries,
+        "completions": options.hosts,
+        "parallelism": options.hosts,
+        "backoffLimit": options.retries,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": _failure_policy("FailJob"),
-        "template": _template(job, words),
+        "template": _template(options, words),
     }
 
 
-def _slice_job(job: KubernetesJob, name: str) -> dict[str, Any]:
-    spec = _slice_spec(job, name, f"{name}-0.{job.job.name}")
-    spec["ttlSecondsAfterFinished"] = job.keep_hours * 3600
-    spec["template"]["spec"]["subdomain"] = job.job.name
-    if job.machine is not None:
+def _slice_job(options: KubernetesOptions, job: ClusterJob, name: str) -> dict[str, Any]:
+    spec = _slice_spec(options, job, name, f"{name}-0.{options.name}")
+    spec["ttlSecondsAfterFinished"] = options.keep_hours * 3600
+    spec["template"]["spec"]["subdomain"] = options.name
+    if options.machine is not None:
         spec["template"]["spec"]["affinity"] = _one_node_pool(name)
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(job, name), "spec": spec}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(options, name), "spec": spec}
 
 
 def _one_node_pool(name: str) -> dict[str, Any]:
@@ -318,34 +304,34 @@ def _one_node_pool(name: str) -> dict[str, Any]:
     return {"podAffinity": {required: term("In")}, "podAntiAffinity": {required: term("NotIn")}}
 
 
-def _jobset(job: KubernetesJob, name: str) -> dict[str, Any]:
+def _jobset(options: KubernetesOptions, job: ClusterJob, name: str) -> dict[str, Any]:
     """Return a JobSet, whose controller creates the Service and restarts all hosts of a slice when one fails."""
-    spec = {**_slice_spec(job, name, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
-    together = {} if job.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
+    spec = {**_slice_spec(options, job, name, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
+    together = {} if options.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
     # A Job fails with the reason PodFailurePolicy only for a mistake; every other failure restarts the slice.
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(job, name, **together),
+        "metadata": _metadata(options, name, **together),
         "spec": {
-            "failurePolicy": {"maxRestarts": job.job.retries, "rules": [mistake]},
-            "ttlSecondsAfterFinished": job.keep_hours * 3600,
+            "failurePolicy": {"maxRestarts": options.retries, "rules": [mistake]},
+            "ttlSecondsAfterFinished": options.keep_hours * 3600,
             "replicatedJobs": [{"name": "slice", "replicas": 1, "template": {"spec": spec}}],
         },
     }
 
 
-def _service(job: KubernetesJob) -> dict[str, Any]:
+def _service(options: KubernetesOptions) -> dict[str, Any]:
     """Return the headless Service that gives hosts their names, also before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job, job.job.name),
+        "metadata": _metadata(options, options.name),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {"app.kubernetes.io/instance": job.job.name},
+            "selector": {"app.kubernetes.io/instance": options.name},
         },
     }
 
@@ -353,120 +339,123 @@ def _service(job: KubernetesJob) -> dict[str, Any]:
 # -- pods -------------------------------------------------------------------------------------------------------------
 
 
-def _template(job: KubernetesJob, words: list[str]) -> dict[str, Any]:
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": job.job.grace}
-    if job.service_account is not None:
-        spec["serviceAccountName"] = job.service_account
-    if job.pull_secret:
-        spec["imagePullSecrets"] = [{"name": name} for name in job.pull_secret]
-    if selector := _selector(job):
+def _template(options: KubernetesOptions, words: list[str]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": options.grace}
+    if options.service_account is not None:
+        spec["serviceAccountName"] = options.service_account
+    if options.pull_secret:
+        spec["imagePullSecrets"] = [{"name": name} for name in options.pull_secret]
+    if selector := _selector(options):
         spec["nodeSelector"] = selector
-    if tolerations := list(_tolerations(job)):
+    if tolerations := list(_tolerations(options)):
         spec["tolerations"] = tolerations
-    spec["securityContext"] = _pod_security(job)
-    volumes = list(_volumes(job))
-    spec["containers"] = [_container(job, words, [mount for _, mount in volumes])]
+    spec["securityContext"] = _pod_security(options)
+    volumes = list(_volumes(options))
+    spec["containers"] = [_container(options, words, [mount for _, mount in volumes])]
     spec["volumes"] = [volume for volume, _ in volumes]
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return {"metadata": {"labels": _labels(options)}, "spec": spec}
 
 
-def _selector(job: KubernetesJob) -> dict[str, str]:
+def _selector(options: KubernetesOptions) -> dict[str, str]:
     found = {}
-    if job.machine is not None:
-        found[f"{_GKE}/gke-tpu-accelerator"] = job.machine.gke
-        found[f"{_GKE}/gke-tpu-topology"] = job.machine.grid
-    if job.gpu_type is not None:
-        found[f"{_GKE}/gke-accelerator"] = job.gpu_type
-    if job.spot:
+    if options.machine is not None:
+        found[f"{_GKE}/gke-tpu-accelerator"] = options.machine.gke
+        found[f"{_GKE}/gke-tpu-topology"] = options.machine.grid
+    if options.gpu_type is not None:
+        found[f"{_GKE}/gke-accelerator"] = options.gpu_type
+    if options.spot:
         found[f"{_GKE}/gke-spot"] = "true"
-    return {**found, **job.labels}
+    return {**found, **options.labels}
 
 
-def _tolerations(job: KubernetesJob) -> Iterator[dict[str, Any]]:
-    if job.spot:
+def _tolerations(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
+    if options.spot:
         yield {"key": f"{_GKE}/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
-    if job.machine is not None or job.gpus:
-        resource = _TPU if job.machine is not None else _GPU
+    if options.machine is not None or options.gpus:
+        resource = _TPU if options.machine is not None else _GPU
         yield {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
-    for text in job.toleration or ():
+    for text in options.toleration or ():
         taint, _, effect = text.rpartition(":")
         key, _, value = taint.partition("=")
         equal = {"operator": "Exists"} if not value else {"operator": "Equal", "value": value}
         yield {"key": key, **equal, "effect": effect}
 
 
-def _pod_security(job: KubernetesJob) -> dict[str, Any]:
+def _pod_security(options: KubernetesOptions) -> dict[str, Any]:
     seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
-    if job.machine is not None:
-        return {} if job.privileged else seccomp
+    if options.machine is not None:
+        return {} if options.privileged else seccomp
     return {"runAsNonRoot": True, "runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER, **seccomp}
 
 
-def _container_security(job: KubernetesJob) -> dict[str, Any]:
+def _container_security(options: KubernetesOptions) -> dict[str, Any]:
     """Return the restricted context; for TPUs, root with the one capability that GKE's documentation asks for."""
-    if job.machine is None:
+    if options.machine is None:
         return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    if job.privileged:
+    if options.privileged:
         return {"privileged": True, "runAsUser": 0}
     capabilities = {"drop": ["ALL"], "add": ["SYS_RESOURCE"]}
     return {"allowPrivilegeEscalation": False, "runAsUser": 0, "capabilities": capabilities}
 
 
-def _volumes(job: KubernetesJob) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _volumes(options: KubernetesOptions) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield each volume with its mount: the model cache, shared memory for GPUs, and the user's claims."""
-    claim = {"persistentVolumeClaim": {"claimName": job.cache_claim}}
-    yield {"name": "cache", **(claim if job.cache_claim else {"emptyDir": {}})}, {"name": "cache", "mountPath": _CACHE}
-    if job.gpus:
+    claim = {"persistentVolumeClaim": {"claimName": options.cache_claim}}
+    yield (
+        {"name": "cache", **(claim if options.cache_claim else {"emptyDir": {}})},
+        {"name": "cache", "mountPath": _CACHE},
+    )
+    if options.gpus:
         memory = {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}
         yield {"name": "shared-memory", "emptyDir": memory}, {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108
-    for number, (path, name) in enumerate(job.volumes.items()):
+    for number, (path, name) in enumerate(options.volumes.items()):
         volume = {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": name}}
         yield volume, {"name": f"volume-{number}", "mountPath": path}
 
 
-def _container(job: KubernetesJob, words: list[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
-    if job.machine is not None and not job.privileged:
+def _container(options: KubernetesOptions, words: list[str], mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    if options.machine is not None and not options.privileged:
         words = ["/bin/bash", "-c", _literal(f'ulimit -l {_LOCKED_MEMORY} && exec "$@"'), "spile", *words]
     return {
         "name": CONTAINER,
-        "image": job.image,
+        "image": options.image,
         "command": words,
-        "env": list(_variables(job)),
-        "resources": _resources(job),
+        "env": list(_variables(options)),
+        "resources": _resources(options),
         "volumeMounts": mounts,
-        "securityContext": _container_security(job),
+        "securityContext": _container_security(options),
     }
 
 
-def _variables(job: KubernetesJob) -> Iterator[dict[str, Any]]:
+def _variables(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
     own = {"XDG_CACHE_HOME": _CACHE, "HF_HOME": f"{_CACHE}/huggingface"}
-    if job.job.hosts > 1:
+    if options.hosts > 1:
         own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
-    for name, value in {**own, **job.job.env}.items():
+    for name, value in {**own, **options.variables}.items():
         yield {"name": name, "value": _literal(value)}
-    alone = job.job.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.
+    alone = options.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.
     for name, path in {**_JOB_UID, **(_SUPERVISION if alone else {})}.items():
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
     if alone:
         yield {"name": VARIABLE, "value": f"$(JOB_UID)-$(JOB_INDEX):$(JOB_FAILURES):$(JOB_DISRUPTIONS):{UNKNOWN}"}
-    for text in job.secret or ():  # A manifest names the secrets of the cluster and never contains them.
+    for text in options.secret or ():  # A manifest names the secrets of the cluster and never contains them.
         variable, _, place = text.partition("=")
         secret, _, key = place.partition("/")
         yield {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _resources(job: KubernetesJob) -> dict[str, Any]:
+def _resources(options: KubernetesOptions) -> dict[str, Any]:
     """Return requests, with limits for chips and for memory that the user named. CPUs have no limit."""
     chips: dict[str, str] = {}
-    if job.machine is not None:
-        chips[_TPU] = str(job.machine.chips_per_host)
-    if job.gpus:
-        chips[_GPU] = str(job.gpus)
+    if options.machine is not None:
+        chips[_TPU] = str(options.machine.chips_per_host)
+    if options.gpus:
+        chips[_GPU] = str(options.gpus)
     requests = {
-        "cpu": str(job.job.cpus or _CPUS),
-        "memory": f"{job.job.memory_gb or _MEMORY_GB}G",
-        "ephemeral-storage": f"{job.disk_gb}G",
+        "cpu": str(options.cpus or _CPUS),
+        "memory": f"{options.memory_gb or _MEMORY_GB}G",
+        "ephemeral-storage": f"{options.disk_gb}G",
         **chips,
     }
-    limits = {**chips, **({} if job.job.memory_gb is None else {"memory": requests["memory"]})}
+    limits = {**chips, **({} if options.memory_gb is None else {"memory": requests["memory"]})}
     return {"requests": requests, **({"limits": limits} if limits else {})}

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spile.errors import SpecError
-from spile.launch.engines import ClusterJob, refuse_control_characters
-from spile.spec.options import at_least
+from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
 from spile.store.quarantine import VARIABLE
 
 _PAUSE = 10
 """Seconds before a worker that failed is started again; a multiple of it for each further error."""
 
 
-@dataclass(frozen=True)
-class SlurmOptions:
-    """Names and options of the cluster. They are the flags of ``spile slurm job``."""
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(ClusterOptions):
+    """The flags of ``spile slurm job``."""
 
     partition: str | None = None
     """The partition to run in."""
@@ -39,10 +39,6 @@ class SlurmOptions:
     """The account to charge."""
     time: str | None = None
     """The time limit of one attempt, D-HH:MM:SS. A task that reaches it is requeued."""
-    gpus: int = 0
-    """GPUs of each host."""
-    hosts_per_worker: int = 1
-    """Hosts that act as one worker."""
     log_dir: str = "slurm-logs"
     """The folder for the logs."""
     setup: str | None = None
@@ -51,9 +47,9 @@ class SlurmOptions:
     """An additional option of sbatch: --sbatch=--constraint=a100."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
             raise SpecError("--time", expected="D-HH:MM:SS, as sbatch takes it", found=repr(self.time))
-        at_least("--gpus", self.gpus, 0)
         words = (("--partition", self.partition), ("--account", self.account), ("--log-dir", self.log_dir))
         for flag, word in words:
             if word is not None and not re.fullmatch(r"\S+", word):
@@ -65,24 +61,16 @@ class SlurmOptions:
             refuse_control_characters(flag, text or "")
 
 
-@dataclass(frozen=True)
-class SlurmJob(SlurmOptions):
-    """The job with the options of the cluster."""
-
-    job: ClusterJob = field(kw_only=True)
-
-
-def to_script(slurm: SlurmJob) -> str:
+def to_script(slurm: SlurmOptions, job: ClusterJob) -> str:
     """Return the script for sbatch. The same flags give the same text."""
-    job = slurm.job
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in _options(slurm)),
+            *(f"#SBATCH {option}" for option in _options(slurm, job.workers)),
             "",
             f"# {job.workers} workers, which claim streams. Watch them with: spile monitor {shlex.quote(job.root)}",
             "set -u",
-            *(f"export {name}={shlex.quote(value)}" for name, value in job.env.items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in slurm.variables.items()),
             *([slurm.setup] if slurm.setup else []),
             'first="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
             "export first",
@@ -96,9 +84,9 @@ def to_script(slurm: SlurmJob) -> str:
             "",
             "# Each worker gets the exit code of the one before it, so that it can find a sample that kills workers.",
             "kills=0 others=0 how=",
-            f"for attempt in $(seq 0 {job.retries}); do",
+            f"for attempt in $(seq 0 {slurm.retries}); do",
             f'  export {VARIABLE}="$task.${{SLURM_RESTART_COUNT:-0}}:$kills:$others:$how"',
-            f"  {_worker(slurm)} &",
+            f"  {_worker(slurm, job.words)} &",
             "  while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends one wait, not the worker",
             "  wait $!",
             "  code=$?",
@@ -117,8 +105,8 @@ def to_script(slurm: SlurmJob) -> str:
             "  else",
             "    others=$((others + 1)) how=",
             "  fi",
-            f'  echo "spile: attempt $((attempt + 1)) of {job.retries + 1} ended with exit code $code" >&2',
-            f"  [ $attempt -lt {job.retries} ] && sleep $(({_PAUSE} * (attempt + 1)))",
+            f'  echo "spile: attempt $((attempt + 1)) of {slurm.retries + 1} ended with exit code $code" >&2',
+            f"  [ $attempt -lt {slurm.retries} ] && sleep $(({_PAUSE} * (attempt + 1)))",
             "done",
             "exit $code",
             "",
@@ -126,41 +114,40 @@ def to_script(slurm: SlurmJob) -> str:
     )
 
 
-def _options(slurm: SlurmJob) -> list[str]:
-    job = slurm.job
+def _options(slurm: SlurmOptions, workers: int) -> list[str]:
     found = [
-        f"--job-name={job.name}",
-        f"--array=0-{job.workers - 1}",
-        f"--nodes={job.hosts}",
+        f"--job-name={slurm.name}",
+        f"--array=0-{workers - 1}",
+        f"--nodes={slurm.hosts_per_worker}",
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",
         f"--output={slurm.log_dir}/%x-%a.log",
-        f"--signal=B:USR1@{job.grace}",
+        f"--signal=B:USR1@{slurm.grace}",
     ]
     for name, value in (
         ("partition", slurm.partition),
         ("account", slurm.account),
         ("time", slurm.time),
         ("gpus-per-node", slurm.gpus or None),
-        ("cpus-per-task", job.cpus),
-        ("mem", None if job.memory_gb is None else f"{job.memory_gb}G"),
+        ("cpus-per-task", slurm.cpus),
+        ("mem", None if slurm.memory_gb is None else f"{slurm.memory_gb}G"),
     ):
         found += [] if value is None else [f"--{name}={value}"]
     return [*found, *(slurm.sbatch or ())]
 
 
-def _worker(slurm: SlurmJob) -> str:
+def _worker(slurm: SlurmOptions, words: Sequence[str]) -> str:
     """Return the step that runs the worker, one task on each host."""
-    job = slurm.job
+    hosts = slurm.hosts_per_worker
     place = "--num-processes 1"
-    if job.hosts > 1:
-        place = f'--num-processes {job.hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
+    if hosts > 1:
+        place = f'--num-processes {hosts} --process-id "$SLURM_PROCID" --coordinator-address "$first"'
     # The name stays the same when the task is requeued, so that the worker takes its own stream back at once.
     name = '--worker-name "$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-    command = f"exec {shlex.join(job.words)} {name} {place}"
+    command = f"exec {shlex.join(words)} {name} {place}"
     # One host's end must not kill the others before they have committed: they notice it and end by themselves.
-    step = ["srun", f"--nodes={job.hosts}", f"--ntasks={job.hosts}", "--kill-on-bad-exit=0", f"--wait={job.grace}"]
-    if job.cpus is not None:  # Since 22.05 a step does not inherit it.
-        step.append(f"--cpus-per-task={job.cpus}")
+    step = ["srun", f"--nodes={hosts}", f"--ntasks={hosts}", "--kill-on-bad-exit=0", f"--wait={slurm.grace}"]
+    if slurm.cpus is not None:  # Since 22.05 a step does not inherit it.
+        step.append(f"--cpus-per-task={slurm.cpus}")
     return f"{shlex.join(step)} bash -c {shlex.quote(command)}"

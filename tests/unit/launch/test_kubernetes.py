@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
-from spile.launch.kubernetes import INDEX, KubernetesJob, manifests, to_yaml
+from spile.launch.kubernetes import INDEX, KubernetesOptions, manifests, to_yaml
 from spile.objects import open_folder
 from spile.store.claims import ClaimReader
 from spile.store.quarantine import Supervision
@@ -33,33 +32,33 @@ WORDS = ("spile", "worker", "--spec", "gs://b/out/spec.json", "--claim")
 DNS = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
-def job(workers: int = 3, hosts: int = 1, **more: Any) -> ClusterJob:
-    return ClusterJob("run", WORDS, workers, "gs://b/out", hosts=hosts, **more)
+def on_cluster(image: str = "spile:1", **options: Any) -> KubernetesOptions:
+    return KubernetesOptions(name="run", image=image, **options)
 
 
-def on_cluster(run: ClusterJob, image: str = "spile:1", **options: Any) -> KubernetesJob:
-    return KubernetesJob(image, **options, job=run)
+def job_of(options: KubernetesOptions) -> ClusterJob:
+    return ClusterJob(WORDS, options.num_workers or 3, "gs://b/out")
 
 
 CASES = {
-    "plain": on_cluster(job()),
-    "tpu": on_cluster(job(2), topology="v5e-8", spot=True, queue="q"),
-    "gpu": on_cluster(job(cpus=8, memory_gb=64), gpus=1, gpu_type="nvidia-l4", spot=True),
-    "any-gpu": on_cluster(job(), gpus=8, node_selector=["gpu=a100"], volume=["/data=claim"]),
-    "secret": on_cluster(job(env={"A": "b"}), namespace="ns", service_account="me", secret=["HF_TOKEN=hf/t"]),
-    "slice": on_cluster(job(2, 16), topology="v5e-64"),
-    "jobset": on_cluster(job(2, 16), topology="v5e-64", jobset=True),
-    "gpu-hosts": on_cluster(job(2, 4), gpus=8, hosts_per_worker=4),
-    "cache": on_cluster(job(1, 2), gpus=8, cache_claim="models", pull_secret=["hub"], hosts_per_worker=2),
-    "old-gke": on_cluster(job(), topology="v5e-8", privileged=True),
-    "tolerant": on_cluster(job(), toleration=["team=ml:NoSchedule", "slow:NoExecute"], disk_gb=7),
+    "plain": on_cluster(),
+    "tpu": on_cluster(num_workers=2, topology="v5e-8", spot=True, queue="q"),
+    "gpu": on_cluster(cpus=8, memory_gb=64, gpus=1, gpu_type="nvidia-l4", spot=True),
+    "any-gpu": on_cluster(gpus=8, node_selector=["gpu=a100"], volume=["/data=claim"]),
+    "secret": on_cluster(env=["A=b"], namespace="ns", service_account="me", secret=["HF_TOKEN=hf/t"]),
+    "slice": on_cluster(num_workers=2, topology="v5e-64"),
+    "jobset": on_cluster(num_workers=2, topology="v5e-64", jobset=True),
+    "gpu-hosts": on_cluster(num_workers=2, gpus=8, hosts_per_worker=4),
+    "cache": on_cluster(num_workers=1, gpus=8, cache_claim="models", pull_secret=["hub"], hosts_per_worker=2),
+    "old-gke": on_cluster(topology="v5e-8", privileged=True),
+    "tolerant": on_cluster(toleration=["team=ml:NoSchedule", "slow:NoExecute"], disk_gb=7),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
 
-def jobs(case: KubernetesJob) -> Iterator[dict[str, Any]]:
+def jobs(options: KubernetesOptions, job: ClusterJob | None = None) -> Iterator[dict[str, Any]]:
     """Every Job, those inside JobSets too."""
-    for each in manifests(case):
+    for each in manifests(options, job or job_of(options)):
         if each["kind"] == "Job":
             yield each
         for inner in each["spec"].get("replicatedJobs", []):
@@ -73,7 +72,7 @@ def test_strictly_valid(case: str, version: str) -> None:
         pytest.skip("kubernetes-validate, which has the schemas, is not installed")
     import kubernetes_validate
 
-    whole = [each for each in yaml.safe_load_all(to_yaml(CASES[case])) if each["kind"] != "JobSet"]
+    whole = [each for each in yaml.safe_load_all(to_yaml(CASES[case], job_of(CASES[case]))) if each["kind"] != "JobSet"]
     for each in [*whole, *jobs(CASES[case])]:
         kubernetes_validate.validate(each, version, strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):  # it can fail
@@ -115,13 +114,13 @@ def obey(each: dict[str, Any]) -> None:
 @cases
 def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
     described = CASES[case]
-    whole = manifests(described)
+    whole = manifests(described, job_of(described))
     for each in whole:
         assert DNS.fullmatch(each["metadata"]["name"])
         if each["kind"] == "Job":  # its pods' host names
             assert DNS.fullmatch(f"{each['metadata']['name']}-{each['spec']['completions'] - 1}")
         assert all(len(value) <= 63 for value in each["metadata"]["labels"].values())
-    if described.job.hosts == 1:
+    if described.hosts == 1:
         return
     for number, each in enumerate(one for one in whole if one["kind"] != "Service"):
         inner = each["spec"]["replicatedJobs"][0]["template"] if each["kind"] == "JobSet" else each
@@ -143,15 +142,15 @@ def test_names_are_hosts_and_coordinators_are_pods(case: str) -> None:
 
 @cases
 def test_the_same_flags_give_the_same_bytes(case: str) -> None:
-    text = to_yaml(CASES[case])
-    assert text == to_yaml(CASES[case])
-    assert list(yaml.safe_load_all(text)) == manifests(CASES[case])
+    text = to_yaml(CASES[case], job_of(CASES[case]))
+    assert text == to_yaml(CASES[case], job_of(CASES[case]))
+    assert list(yaml.safe_load_all(text)) == manifests(CASES[case], job_of(CASES[case]))
     assert max(map(len, text.splitlines())) < 160
 
 
 @given(st.integers(1, 20), st.sampled_from([1, 2, 16]), st.booleans())
 def test_any_size_obeys(workers: int, hosts: int, jobset: bool) -> None:
-    described = on_cluster(job(workers, hosts), gpus=1, hosts_per_worker=hosts, jobset=jobset and hosts > 1)
+    described = on_cluster(num_workers=workers, gpus=1, hosts_per_worker=hosts, jobset=jobset and hosts > 1)
     for each in jobs(described):
         obey(each)
 
@@ -290,7 +289,7 @@ def test_pods_ask_for_what_they_need(case: str) -> None:
         env = {variable["name"]: variable.get("value") for variable in container["env"]}
         assert env["XDG_CACHE_HOME"] == "/cache"
         assert pod.get("imagePullSecrets", []) == [{"name": name} for name in described.pull_secret or ()]
-    for each in manifests(described):
+    for each in manifests(described, job_of(described)):
         assert each["kind"] == "Service" or each["spec"]["ttlSecondsAfterFinished"] == 168 * 3600
 
 
@@ -318,9 +317,9 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 def test_no_text_of_the_user_is_expanded() -> None:
     hostile = "gs://b/$(HF_TOKEN)/$$(HF_TOKEN)/$x$"
     words = (*WORDS[:-1], hostile)
-    run = ClusterJob("run", words, 1, "gs://b/out", env={"A": hostile})
-    for described in (on_cluster(run), on_cluster(replace(run, hosts=2))):
-        (each,) = jobs(described)
+    run = ClusterJob(words, 1, "gs://b/out")
+    for hosts in (1, 2):
+        (each,) = jobs(on_cluster(env=[f"A={hostile}"], hosts_per_worker=hosts), run)
         (container,) = each["spec"]["template"]["spec"]["containers"]
         command = [expanded(word, {"HF_TOKEN": "secret", INDEX: "7"}) for word in container["command"]]
         assert hostile in command
@@ -333,15 +332,15 @@ def test_no_text_of_the_user_is_expanded() -> None:
 @pytest.mark.parametrize("text", ["gs://b/out\nkind: Pod", "gs://b/\x1b[2J"])
 def test_control_characters_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="control character"):
-        ClusterJob("run", WORDS, 1, text)
+        ClusterJob(WORDS, 1, text)
     with pytest.raises(SpecError, match=r"--image contains the control character"):
-        on_cluster(job(), f"spile{text.replace(' ', '')}")
+        on_cluster(f"spile{text.replace(' ', '')}")
     with pytest.raises(SpecError, match=r"--node-selector contains the control character"):
-        on_cluster(job(), node_selector=[f"a={text}"])
+        on_cluster(node_selector=[f"a={text}"])
 
 
 def test_a_jobset_fails_for_a_mistake_and_restarts_for_an_error() -> None:
-    for each in manifests(CASES["jobset"]):
+    for each in manifests(CASES["jobset"], job_of(CASES["jobset"])):
         policy = each["spec"]["failurePolicy"]
         assert policy["maxRestarts"] == 6
         assert policy["rules"] == [
@@ -365,7 +364,7 @@ def test_a_lost_host_costs_no_retry() -> None:
 
 
 def test_a_slice_stays_in_one_node_pool() -> None:
-    for each in manifests(CASES["slice"])[1:]:
+    for each in manifests(CASES["slice"], job_of(CASES["slice"]))[1:]:
         affinity = each["spec"]["template"]["spec"]["affinity"]
         for kind, operator in (("podAffinity", "In"), ("podAntiAffinity", "NotIn")):
             (term,) = affinity[kind]["requiredDuringSchedulingIgnoredDuringExecution"]

@@ -6,22 +6,23 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spile.cli.main import main
 from spile.errors import SpecError
 from spile.launch.engines import ClusterJob
-from spile.launch.slurm import SlurmJob, to_script
+from spile.launch.slurm import SlurmOptions, to_script
 
 
-def job(hosts: int = 1, **more: object) -> SlurmJob:
+def script(**options: Any) -> str:
     words = ("spile", "worker", "--spec", "a spec", "--claim")
-    return SlurmJob(**more, job=ClusterJob("run", words, 4, "gs://b/out", hosts=hosts))  # type: ignore[arg-type]
+    return to_script(SlurmOptions(name="run", **options), ClusterJob(words, 4, "gs://b/out"))
 
 
 def test_the_header_says_how_many_and_which() -> None:
-    lines = to_script(job(partition="tpu", time="1-00:00:00", gpus=2, sbatch=["--constraint=a100"])).splitlines()
+    lines = script(partition="tpu", time="1-00:00:00", gpus=2, sbatch=["--constraint=a100"]).splitlines()
     options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert "--array=0-3" in options
     assert {"--partition=tpu", "--time=1-00:00:00", "--gpus-per-node=2", "--constraint=a100"} <= set(options)
@@ -30,7 +31,7 @@ def test_the_header_says_how_many_and_which() -> None:
 
 
 def test_each_host_gets_its_place_in_the_slice() -> None:
-    (step,) = [line.strip() for line in to_script(job(hosts=2)).splitlines() if "srun" in line]
+    (step,) = [line.strip() for line in script(hosts_per_worker=2).splitlines() if "srun" in line]
     words = shlex.split(step.removesuffix(" &"))
     assert words[:4] == ["srun", "--nodes=2", "--ntasks=2", "--kill-on-bad-exit=0"]
     assert words[-1] == (
@@ -43,35 +44,35 @@ def test_each_host_gets_its_place_in_the_slice() -> None:
 @pytest.mark.parametrize("text", ["gs://b/out\nrm -rf /", "gs://b/\x1b[2J", "gs://b/\u2028", "gs://b/\u202etuo"])
 def test_no_text_becomes_a_line_of_the_script(text: str) -> None:
     with pytest.raises(SpecError, match=r"--output contains the control character U\+"):
-        ClusterJob("run", ("spile", "extract", "--output", text), 1, "gs://b/out")
+        ClusterJob(("spile", "extract", "--output", text), 1, "gs://b/out")
     with pytest.raises(SpecError, match=r"--output contains"):
-        ClusterJob("run", ("spile",), 1, text)
+        ClusterJob(("spile",), 1, text)
     with pytest.raises(SpecError, match=r"--env A contains"):
-        ClusterJob("run", ("spile",), 1, "gs://b/out", env={"A": text})
+        SlurmOptions(env=[f"A={text}"])
     with pytest.raises(SpecError, match=r"--setup contains"):
-        job(setup=text)
+        SlurmOptions(setup=text)
     with pytest.raises(SpecError, match=r"--sbatch contains"):
-        job(sbatch=[f"--comment={text}"])
+        SlurmOptions(sbatch=[f"--comment={text}"])
 
 
 def test_what_a_shell_would_expand_is_quoted() -> None:
     words = ("spile", "extract", "--output", "/o/$(reboot)`id`")
-    script = to_script(SlurmJob(job=ClusterJob("run", words, 1, "/o/$(reboot)`id`", env={"A": "$HOME;id"})))
-    assert "# 1 workers, which claim streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in script
-    assert "export A='$HOME;id'" in script
-    inner = shlex.split(next(line for line in script.splitlines() if "srun" in line).removesuffix(" &"))[-1]
+    text = to_script(SlurmOptions(env=["A=$HOME;id"]), ClusterJob(words, 1, "/o/$(reboot)`id`"))
+    assert "# 1 workers, which claim streams. Watch them with: spile monitor '/o/$(reboot)`id`'" in text
+    assert "export A='$HOME;id'" in text
+    inner = shlex.split(next(line for line in text.splitlines() if "srun" in line).removesuffix(" &"))[-1]
     assert shlex.split(inner)[4] == "/o/$(reboot)`id`"
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SpecError, match="--time: expected D-HH:MM:SS"):
-        job(time="tomorrow")
+        SlurmOptions(time="tomorrow")
     with pytest.raises(SpecError, match="--sbatch: expected an option"):
-        job(sbatch=["constraint"])
+        SlurmOptions(sbatch=["constraint"])
     with pytest.raises(SpecError, match="--gpus: expected 0 or more, found -2"):
-        job(gpus=-2)
+        SlurmOptions(gpus=-2)
     with pytest.raises(SpecError, match="--log-dir: expected a word without blanks, found 'my logs'"):
-        job(log_dir="my logs")
+        SlurmOptions(log_dir="my logs")
     with pytest.raises(SystemExit) as ended:
         main(["slurm", "job", "--model", "embedded", "--output", "out", "--dataset-dir", "/s", "--num-workers", "2"])
     assert ended.value.code == 2
@@ -79,5 +80,5 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_script_is_what_bash_reads(tmp_path: Path) -> None:
-    (tmp_path / "job.sh").write_text(to_script(job(hosts=2)))
+    (tmp_path / "job.sh").write_text(script(hosts_per_worker=2))
     assert subprocess.run(["/bin/bash", "-n", str(tmp_path / "job.sh")], check=False, env=os.environ).returncode == 0
