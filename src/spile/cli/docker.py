@@ -7,8 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,84 +18,17 @@ from spile.errors import Failure, SpecError, UserError
 from spile.hosts.files import copy_to, load
 from spile.hosts.hosts import Host
 from spile.hosts.run import Job, jobs_for, launch
-from spile.launch.docker import (
-    Container,
-    Device,
-    build_words,
-    check_hosts,
-    host_script,
-    image_name,
-    run_words,
-    stop_script,
-)
-from spile.spec.options import pairs
-from spile.version import __version__
+from spile.launch.docker import ContainerOptions, build_words, check_hosts, host_script, run_words, stop_script
 from spile.view.hosts import results_folder, run_on_all
 
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 Print = Annotated[bool, Parameter(name="--print")]
-_DEFAULT = ("spile", "extract")
-
-
-@Parameter(name="*", group=Group("The container", sort_key=1))
-@dataclass(frozen=True)
-class ContainerFlags:
-    """The image, and the parts of the machine that the container gets."""
-
-    target: Device | None = None
-    """The kind of image, and the devices that the container gets. [default: tpu on hosts, cpu here]"""
-    image: str | None = None
-    """The image's name. [default: spile:VERSION, with -TARGET if --target is given]"""
-    runtime: str = "docker"
-    """docker, podman or nerdctl."""
-    name: str = "spile"
-    """The container's name."""
-    mount: list[str] | None = None
-    """A folder to mount in the container, FOLDER:/PATH."""
-    env: list[str] | None = None
-    """An environment variable for the container, NAME=value."""
-    grace: int = 60
-    """Seconds that a worker has to commit when it is stopped."""
-
-    def image_name(self) -> str:
-        return self.image or image_name(__version__, self.target)
-
-    def device(self, *, here: bool) -> Device:
-        """Return the target: as given, or TPUs on hosts and none on this machine."""
-        return self.target or ("cpu" if here else "tpu")
-
-    def container(self, words: Sequence[str], *, here: bool) -> Container:
-        """Return the container for a command; ``here``: its folders are on this machine."""
-        mounts = []
-        for text in self.mount or ():
-            folder, colon, inside = text.rpartition(":")
-            if not colon or not folder:
-                raise SpecError("--mount", expected="FOLDER:/PATH", found=repr(text))
-            mounts.append((str(Path(folder).expanduser().absolute()) if here else folder, inside))
-        return Container(
-            image=self.image_name(),
-            words=tuple(words) or _DEFAULT,
-            device=self.device(here=here),
-            name=self.name,
-            runtime=self.runtime,
-            mounts=tuple(mounts),
-            env=pairs("--env", self.env),
-            grace=self.grace,
-        )
-
-    def found(self) -> None:
-        """Raise if the runtime is not installed here."""
-        if shutil.which(self.runtime) is None:
-            raise UserError(
-                f"no {self.runtime} here",
-                expected="docker, podman or nerdctl",
-                fix="install one, or name it with --runtime",
-            )
+Flags = Annotated[ContainerOptions, Parameter(name="*", group=Group("The container", sort_key=1))]
 
 
 def build(
     *,
-    flags: ContainerFlags = ContainerFlags(),
+    flags: Flags = ContainerOptions(),
     where: HostFlags = HostFlags(),
     context: Path = Path(),
     show: Print = False,
@@ -107,26 +39,25 @@ def build(
         context: A checkout of spile.
         show: Print the command instead of running it.
     """
-    words = partial(build_words, flags.runtime, flags.device(here=not where.given), flags.image_name())
+    words = build_words(flags, str(context), here=not where.given)
     if show:
-        print(shlex.join(words(str(context))))
+        print(shlex.join(words))
         return 0
     if not (context / "Dockerfile").is_file():
         raise UserError(
             f"no Dockerfile in {context.absolute()}", expected="a checkout of spile", fix="name one with --context"
         )
     if not where.given:
-        flags.found()
-        return subprocess.run(words(str(context)), check=False).returncode  # noqa: S603
+        return _run_here(flags, words)
     hosts, target = where.find(), "~/spile-image"
     files = load(context.absolute(), int(1e9))
     copy_to(hosts, files, target, where.access())
     log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
-    jobs = jobs_for(hosts, Job(shlex.join(words(".")), target))
-    return run_on_all(jobs, where.access(), results_folder(None))
+    job = Job(shlex.join(build_words(flags, ".", here=False)), target)
+    return run_on_all(jobs_for(hosts, job), where.access(), results_folder(None))
 
 
-def run(*words: Words, flags: ContainerFlags = ContainerFlags(), show: Print = False) -> int:
+def run(*words: Words, flags: Flags = ContainerOptions(), show: Print = False) -> int:
     """Run a command in a container on this machine: spile docker run --mount ./data:/data -- spile extract …
 
     Files that it writes to mounted folders belong to you. Ctrl+C stops the container after the worker has committed.
@@ -136,17 +67,16 @@ def run(*words: Words, flags: ContainerFlags = ContainerFlags(), show: Print = F
     """
     _refuse_runtime_flags(words)
     user = f"{os.getuid()}:{os.getgid()}"
-    command = run_words(flags.container(words, here=True), user=user)
+    command = run_words(flags, words, here=True, user=user)
     if show:
         print(shlex.join(command))
         return 0
-    flags.found()
-    return subprocess.run(command, check=False).returncode  # noqa: S603
+    return _run_here(flags, command)
 
 
 def pod(
     *words: Words,
-    flags: ContainerFlags = ContainerFlags(),
+    flags: Flags = ContainerOptions(),
     where: HostFlags = HostFlags(),
     logs: Path | None = None,
     collect: str | None = None,
@@ -162,13 +92,12 @@ def pod(
         show: Print the command instead of running it.
     """
     _refuse_runtime_flags(words)
-    container = flags.container(words, here=False)
-    script = host_script(container)
+    script = host_script(flags, words)
     if show:
         print(script)
         return 0
     hosts, access = where.find(), where.access()
-    check_hosts(hosts, flags.runtime, container.image, access)
+    check_hosts(hosts, flags.runtime, flags.image_name, access)
     code = 1
     try:
         code = run_on_all(_pod_jobs(hosts, Job(script, grace=flags.grace + 10.0)), access, results_folder(logs))
@@ -184,7 +113,7 @@ def pod(
 
 def stop(
     *words: Words,
-    flags: ContainerFlags = ContainerFlags(),
+    flags: Flags = ContainerOptions(),
     where: HostFlags = HostFlags(),
     everything: Annotated[bool, Parameter(name="--all")] = False,
     show: Print = False,
@@ -206,8 +135,14 @@ def stop(
         return 0
     if where.given:
         return _run_stop_script(where.find(), script, where)
-    flags.found()
-    return int(subprocess.run(["/bin/bash", "-c", script], check=False).returncode != 0)  # noqa: S603
+    return int(_run_here(flags, ["/bin/bash", "-c", script]) != 0)
+
+
+def _run_here(flags: ContainerOptions, words: Sequence[str]) -> int:
+    if shutil.which(flags.runtime) is None:
+        fix = "install one, or name it with --runtime"
+        raise UserError(f"no {flags.runtime} here", expected="docker, podman or nerdctl", fix=fix)
+    return subprocess.run(words, check=False).returncode  # noqa: S603
 
 
 def _refuse_runtime_flags(words: Sequence[str]) -> None:

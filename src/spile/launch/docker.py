@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from spile.errors import SpecError, UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
+from spile.spec.options import pairs, within
+from spile.version import __version__
 
 Device = Literal["cpu", "cuda", "tpu"]
 LABEL = "spile"
@@ -24,90 +27,90 @@ ON_HOSTS = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDR
 _PASSED = ("HF_TOKEN", "STORAGE_EMULATOR_HOST", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
            "AWS_REGION", "AWS_ENDPOINT_URL", "JAX_PLATFORMS")  # fmt: skip
 """Variables that are passed into the container by name, so that no secret is on a command line."""
+_DEFAULT = ("spile", "extract")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
 
 
-def image_name(version: str, target: Device | None = None) -> str:
-    """Return the default image name: ``spile:0.1.0``, or ``spile:0.1.0-tpu`` if a target is named.
-
-    ``build``, ``run`` and ``pod`` share it, so that each finds what another has built.
-    """
-    tag = version.replace("+", "-")
-    return f"spile:{tag}" if target is None else f"spile:{tag}-{target}"
-
-
 @dataclass(frozen=True)
-class Container:
-    """A command, its image, and the folders, variables and devices of the machine that it gets."""
+class ContainerOptions:
+    """The image, and the parts of the machine that the container gets. They are the flags of ``spile docker``."""
 
-    image: str
-    words: tuple[str, ...]
-    device: Device = "cpu"
-    name: str = "spile"
+    target: Device | None = None
+    """The kind of image, and the devices that the container gets. [default: tpu on hosts, cpu here]"""
+    image: str | None = None
+    """The image's name. [default: spile:VERSION, with -TARGET if --target is given]"""
     runtime: str = "docker"
-    mounts: tuple[tuple[str, str], ...] = ()
-    """Folders of the host, each with its path in the container."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    """docker, podman or nerdctl."""
+    name: str = "spile"
+    """The container's name."""
+    mount: list[str] | None = None
+    """A folder to mount in the container, FOLDER:/PATH."""
+    env: list[str] | None = None
+    """An environment variable for the container, NAME=value."""
     grace: int = 60
-    """Seconds for the worker to commit when it is stopped."""
+    """Seconds that a worker has to commit when it is stopped."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise SpecError("--name", expected="letters, digits, dots and dashes", found=repr(self.name))
-        if self.device not in get_args(Device):
-            raise SpecError("--target", expected="cpu, cuda or tpu", found=repr(self.device))
-        if not 0 <= self.grace <= 3600:
-            raise SpecError("--grace", expected="from 0 to 3,600 seconds", found=str(self.grace))
-        for _, inside in self.mounts:
-            if not inside.startswith("/"):
-                raise SpecError("--mount", expected="FOLDER:/PATH", found=inside)
+        within("--grace", self.grace, 0, 3600)
+        for text in self.mount or ():
+            if not re.fullmatch(r".+:/[^:]*", text, re.DOTALL):
+                raise SpecError("--mount", expected="FOLDER:/PATH", found=repr(text))
+
+    @property
+    def image_name(self) -> str:
+        """The name of the image. ``build``, ``run`` and ``pod`` share it, so that each finds what another has built."""
+        tag = __version__.replace("+", "-")
+        return self.image or (f"spile:{tag}" if self.target is None else f"spile:{tag}-{self.target}")
+
+    def device(self, *, here: bool) -> Device:
+        """Return the target: as given, or TPUs on hosts and none on this machine."""
+        return self.target or ("cpu" if here else "tpu")
+
+    def mounts(self, *, here: bool) -> list[tuple[str, str]]:
+        """Return folders, each with its path in the container; ``here``: the folders are on this machine."""
+        parts = [text.rpartition(":") for text in self.mount or ()]
+        return [(str(Path(folder).expanduser().absolute()) if here else folder, inside) for folder, _, inside in parts]
 
 
-def build_words(runtime: str, target: Device, image: str, context: str) -> list[str]:
-    return [runtime, "build", "--target", target, "--tag", image, context]
+def build_words(options: ContainerOptions, context: str, *, here: bool) -> list[str]:
+    return [options.runtime, "build", "--target", options.device(here=here), "--tag", options.image_name, context]
 
 
-def run_words(container: Container, *, user: str | None = None, passed: Sequence[str] = _PASSED) -> list[str]:
-    """Return the command that runs the container in the foreground; ``passed`` names variables to pass on."""
-    words = [container.runtime, "run", "--rm", "--init", "--name", container.name, "--label", f"{LABEL}=1"]
-    words += _device(container)
-    if user is not None and container.device != "tpu":
+def run_words(options: ContainerOptions, command: Sequence[str], *, here: bool, user: str | None = None) -> list[str]:
+    """Return the command that runs a container in the foreground, on this machine (``here``) or on a host."""
+    device = options.device(here=here)
+    words = [options.runtime, "run", "--rm", "--init", "--name", options.name, "--label", f"{LABEL}=1"]
+    if device == "tpu":
+        # Root owns the chips' device files, and the hosts of a slice communicate over the host's ports.
+        words += ["--privileged", "--network=host", "--user", "0:0"]
+    elif device == "cuda":
+        podman = options.runtime.endswith("podman")
+        words += ["--device", "nvidia.com/gpu=all"] if podman else ["--gpus", "all"]
+    if user is not None and device != "tpu":
         words += ["--user", user]
-    for here, inside in container.mounts:
-        words += ["--volume", f"{here}:{inside}"]
-    for name in passed:
+    for folder, inside in options.mounts(here=here):
+        words += ["--volume", f"{folder}:{inside}"]
+    for name in _PASSED if here else (*ON_HOSTS, *_PASSED):
         words += ["--env", name]
-    for name, value in container.env.items():
+    for name, value in pairs("--env", options.env).items():
         words += ["--env", f"{name}={value}"]
-    return [*words, container.image, *container.words]
+    return [*words, options.image_name, *(command or _DEFAULT)]
 
 
-def _device(container: Container) -> list[str]:
-    # Root owns the chips' device files, and the hosts of a slice communicate over the host's ports.
-    if container.device == "tpu":
-        return ["--privileged", "--network=host", "--user", "0:0"]
-    if container.device == "cuda":
-        everything = "nvidia.com/gpu=all"
-        return ["--device", everything] if container.runtime.endswith("podman") else ["--gpus", "all"]
-    return []
-
-
-def _cleanup(container: Container) -> str:
-    runtime, name = shlex.quote(container.runtime), shlex.quote(container.name)
-    quiet = "> /dev/null 2>&1"
-    return f"{runtime} stop -t {container.grace} {name} {quiet}; {runtime} rm -f {name} {quiet}"
-
-
-def host_script(container: Container) -> str:
+def host_script(options: ContainerOptions, command: Sequence[str]) -> str:
     """Return the script for a host: it runs the container and ends it when the script ends for any reason."""
-    folders = " ".join(shlex.quote(here) for here, _ in container.mounts if here.startswith("/"))
+    folders = " ".join(shlex.quote(folder) for folder, _ in options.mounts(here=False) if folder.startswith("/"))
     make = f"mkdir -p {folders} && " if folders else ""
+    runtime, name, quiet = shlex.quote(options.runtime), shlex.quote(options.name), "> /dev/null 2>&1"
+    cleanup = f"{runtime} stop -t {options.grace} {name} {quiet}; {runtime} rm -f {name} {quiet}"
     # The guard signals every process of the script; those that clean up must ignore it.
     return "\n".join(
         [
-            "clean() { trap '' TERM INT HUP EXIT; " + _cleanup(container) + "; }",
+            "clean() { trap '' TERM INT HUP EXIT; " + cleanup + "; }",
             "trap 'clean; exit 143' TERM INT HUP",
-            f"{make}{shlex.join(run_words(container, passed=(*ON_HOSTS, *_PASSED)))} &",
+            f"{make}{shlex.join(run_words(options, command, here=False))} &",
             "wait $!",
             "code=$?",
             "clean",

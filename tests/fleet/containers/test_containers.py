@@ -145,7 +145,7 @@ def test_print_shows_what_would_be_run(capsys: pytest.CaptureFixture[str], tmp_p
 def test_a_grace_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["docker", "run", "--print", "--grace", "-1"])
-    line = "spile: --grace: expected from 0 to 3,600 seconds, found -1\n"
+    line = "spile: --grace: expected from 0 to 3,600, found -1\n"
     assert (ended.value.code, capsys.readouterr().err) == (2, line)
 
 
