@@ -18,8 +18,9 @@ from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED
 
 if TYPE_CHECKING:
-    from spile.cli.flags import EngineFlags, RunFlags, WorkerFlags
+    from spile.cli.flags import RunFlags
     from spile.data.manifest import StreamsManifest
+    from spile.launch.engines import EngineOptions, WorkerOptions
     from spile.launch.supervisor import ClusterCheck, Engine, StreamTask, WorkerEnd
     from spile.spec.run import DataSpec, RunSpec
     from spile.store.parts import DatasetPart, RunParts
@@ -32,7 +33,7 @@ _ROWS_PER_STREAM = 16
 """With fewer rows there is one stream per worker: the start of a worker costs more than the rows of a small stream."""
 
 
-def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
+def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check
@@ -44,7 +45,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave out --worker-id or --engine")
     spec = flags.spec()
     output = spec.output
-    runner = make_engine(engine.name, engine.request(output))
+    runner = make_engine(engine, output)
     try:
         spec = _with_absolute_paths(_divided(flags, spec, runner, engine.num_streams))
         inputs = tuple(filter(_is_place, (spec.data.dataset_dir or spec.data.dataset, spec.model)))
@@ -67,7 +68,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineFlags) -> int:
 
 
 @contextmanager
-def part_workers(command: str, root: str, flags: WorkerFlags) -> Iterator[RunParts | None]:
+def part_workers(command: str, root: str, flags: WorkerOptions) -> Iterator[RunParts | None]:
     """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine; None if the flags ask for none."""
     from spile.launch.engines import make_engine
     from spile.store.parts import divide
@@ -77,7 +78,7 @@ def part_workers(command: str, root: str, flags: WorkerFlags) -> Iterator[RunPar
         return
     place = _absolute_folder(root)
     # Only the report belongs to stdout, but Ray prints there when it loses a node.
-    with redirect_stdout(sys.stderr), closing(make_engine(flags.name, flags.request(root))) as runner:
+    with redirect_stdout(sys.stderr), closing(make_engine(flags, root)) as runner:
         if runner.elsewhere:
             runner.check(_reading_check(place))
 

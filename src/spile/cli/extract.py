@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import MANY, EngineFlags, ExtractFlags, InferFlags, PodFlags, RunFlags, given, log
+from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, RunFlags, given, log
 from spile.errors import Interrupted, SpecError
+from spile.launch.engines import EngineOptions
 from spile.objects import is_remote, open_folder
 from spile.spec.options import within
 from spile.spec.phase import Phase
@@ -64,7 +65,7 @@ def extract(
     *,
     flags: ExtractFlags = ExtractFlags(),
     pod: PodFlags = PodFlags(),
-    engine: EngineFlags = EngineFlags(),
+    engine: Annotated[EngineOptions, ENGINE] = EngineOptions(),
     backfill: BackfillFlags = BackfillFlags(),
     web: bool = False,
     verbose: bool = False,

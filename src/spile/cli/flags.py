@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
     from spile.hosts.hosts import Access, Host
-    from spile.launch.engines import EngineRequest
     from spile.worker.pod.identity import Identity
     from spile.worker.pod.pod import WorkerGroup
 
@@ -283,64 +282,8 @@ class PodFlags:
             yield hosts
 
 
-@Parameter(name="*", group=Group("Many workers at once", sort_key=6))
-@dataclass(frozen=True)
-class WorkerFlags:
-    """The engine, the number of workers, and the resources of each."""
-
-    engine: str | None = None
-    """Where workers run: local, as processes of this machine, or ray, on a cluster. [default: none]"""
-    num_workers: int | None = None
-    """The number of workers at once. Without --engine it implies --engine local."""
-    resources: list[str] | None = None
-    """What each worker needs: GPU=1, TPU=4, CPU=8, or a resource of the cluster."""
-    ray_address: str | None = None
-    """The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"""
-
-    @property
-    def asked(self) -> bool:
-        return self.engine is not None or self.num_workers is not None
-
-    @property
-    def name(self) -> str:
-        return self.engine or "local"
-
-    def request(self, output: str) -> EngineRequest:
-        from spile.launch.engines import EngineRequest
-
-        within("--num-workers", self.num_workers, 1, 10_000)
-        return EngineRequest(self.num_workers, self._resources(), self.ray_address, output=output)
-
-    def _resources(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for word in " ".join(self.resources or ()).replace(",", " ").split():
-            name, _, text = word.partition("=")
-            try:
-                found[name] = float(text)
-            except ValueError:
-                found[name] = 0.0
-            if not name or found[name] <= 0:
-                raise SpecError("--resources", expected="NAME=number such as GPU=1", found=repr(word))
-        return found
-
-
-@dataclass(frozen=True)
-class EngineFlags(WorkerFlags):
-    """The engine of a run, and how its data is split into streams."""
-
-    num_streams: int | None = None
-    """The number of streams that --dataset is split into. [default: up to 4 for each worker; 1 of large data]"""
-    hosts_per_worker: int = 1
-    """With ray: the number of hosts that act as one worker, such as the hosts of a slice."""
-    log_dir: Path | None = None
-    """With local: a folder for the log of each stream."""
-
-    def request(self, output: str) -> EngineRequest:
-        within("--num-streams", self.num_streams, 1, 10_000)
-        within("--hosts-per-worker", self.hosts_per_worker, 1, 10_000)
-        return replace(super().request(output), hosts_per_worker=self.hosts_per_worker, log_dir=self.log_dir)
-
-
+ENGINE = Parameter(name="*", group=Group("Many workers at once", sort_key=6))
+"""For the options of an engine."""
 _WHICH = Group("Which hosts", sort_key=2)
 
 

@@ -11,9 +11,10 @@ from rich.box import ROUNDED
 from rich.table import Table
 
 from spile.cli.engines import part_workers
-from spile.cli.flags import AsJson, WorkerFlags, log, print_json
+from spile.cli.flags import ENGINE, AsJson, log, print_json
 from spile.data.arc.answers import Score
 from spile.errors import Failure, SpecError, UserError, untrusted
+from spile.launch.engines import WorkerOptions
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import (
@@ -42,7 +43,7 @@ def inspect(
     samples: int = 3,
     as_json: AsJson = False,
     part: Annotated[str | None, Parameter(show=False)] = None,
-    engine: WorkerFlags = WorkerFlags(),
+    engine: Annotated[WorkerOptions, ENGINE] = WorkerOptions(),
 ) -> int:
     """Describe a dataset: its model, streams, samples and taps, and each tap's norms and attention sinks.
 

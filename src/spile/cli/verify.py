@@ -17,8 +17,9 @@ from rich.text import Text
 
 from spile.api import answer_decoder, prove
 from spile.cli.engines import part_workers
-from spile.cli.flags import AsJson, WorkerFlags, print_json, stream_numbers
+from spile.cli.flags import ENGINE, AsJson, print_json, stream_numbers
 from spile.errors import SpecError
+from spile.launch.engines import WorkerOptions
 from spile.objects import open_folder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import at_least
@@ -76,7 +77,7 @@ def verify(
     flags: VerifyFlags = VerifyFlags(),
     as_json: AsJson = False,
     part: Annotated[str | None, Parameter(show=False)] = None,
-    engine: WorkerFlags = WorkerFlags(),
+    engine: Annotated[WorkerOptions, ENGINE] = WorkerOptions(),
 ) -> int:
     """Check that every sample of every stream is stored exactly once and that every byte is as it was committed.
 

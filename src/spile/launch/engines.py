@@ -8,14 +8,13 @@ docs/guides/add-an-engine.md describes how to add one of either kind.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.errors import SpecError
-from spile.spec.options import at_least, pairs
+from spile.spec.options import at_least, pairs, within
 
 if TYPE_CHECKING:
     from spile.launch.supervisor import Engine
@@ -28,28 +27,73 @@ SUPERVISED: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class EngineRequest:
+class WorkerOptions:
+    """The engine, the number of workers and the resources of each. They are flags of ``spile verify``."""
+
+    engine: str | None = None
+    """Where workers run: local, as processes of this machine, or ray, on a cluster. [default: none]"""
+    num_workers: int | None = None
+    """The number of workers at once. Without --engine it implies --engine local."""
+    resources: list[str] | None = None
+    """What each worker needs: GPU=1, TPU=4, CPU=8, or a resource of the cluster."""
+    ray_address: str | None = None
+    """The cluster: HOST:6379, or ray://HOST:10001. [default: RAY_ADDRESS, else this machine's]"""
+
+    def __post_init__(self) -> None:
+        within("--num-workers", self.num_workers, 1, 10_000)
+
+    @property
+    def asked(self) -> bool:
+        """Whether several workers are asked for."""
+        return self.engine is not None or self.num_workers is not None
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """The resources of each worker, by name: CPU, GPU, TPU or a resource of the cluster."""
+        found: dict[str, float] = {}
+        for word in " ".join(self.resources or ()).replace(",", " ").split():
+            name, _, text = word.partition("=")
+            try:
+                found[name] = float(text)
+            except ValueError:
+                found[name] = 0.0
+            if not name or found[name] <= 0:
+                raise SpecError("--resources", expected="NAME=number such as GPU=1", found=repr(word))
+        return found
+
+
+@dataclass(frozen=True)
+class EngineOptions(WorkerOptions):
+    """The engine of a run, and how its data is split into streams. They are flags of ``spile extract``."""
+
+    num_streams: int | None = None
+    """The number of streams that --dataset is split into. [default: up to 4 for each worker; 1 of large data]"""
+    hosts_per_worker: int = 1
+    """With ray: the number of hosts that act as one worker, such as the hosts of a slice."""
+    log_dir: Path | None = None
+    """With local: a folder for the log of each stream."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("--num-streams", self.num_streams, 1, 10_000)
+        within("--hosts-per-worker", self.hosts_per_worker, 1, 10_000)
+
+
+@dataclass(frozen=True)
+class EngineRequest(EngineOptions):
     """The user's requirements for an engine. An engine raises :class:`SpecError` for those that it cannot meet."""
 
-    workers: int | None = None
-    """The number of workers at once; None for as many as fit."""
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """The resources of each worker, by name: CPU, GPU, TPU or a resource of the cluster."""
-    address: str | None = None
-    """The address of the cluster."""
-    hosts_per_worker: int = 1
-    log_dir: Path | None = None
-    """A folder for the output of each stream."""
     output: str = ""
     """The output folder or bucket, as the user named it."""
 
 
-def make_engine(name: str, request: EngineRequest) -> Engine:
+def make_engine(options: WorkerOptions, output: str) -> Engine:
     """Create the engine that ``SUPERVISED`` has under this name; it raises SpecError for what it cannot do."""
+    name = options.engine or "local"
     if name not in SUPERVISED:
         raise SpecError("--engine", expected=" or ".join(SUPERVISED), found=name, fix="see spile extract --help")
     module, _, attribute = SUPERVISED[name].partition(":")
-    engine: Engine = getattr(import_module(module), attribute)(request)
+    engine: Engine = getattr(import_module(module), attribute)(EngineRequest(**vars(options), output=output))
     return engine
 
 

@@ -189,16 +189,17 @@ class LocalEngine:
     elsewhere = False
 
     def __init__(self, request: EngineRequest) -> None:
-        for flag, given in (("--ray-address", request.address), ("--hosts-per-worker", request.hosts_per_worker > 1)):
+        refused = {"--ray-address": request.ray_address, "--hosts-per-worker": request.hosts_per_worker > 1}
+        for flag, given in refused.items():
             if given:
                 raise SpecError(flag, expected="--engine ray", found="--engine local")
         cores = local_cores()
-        workers = request.workers or len(cores)
+        workers = request.num_workers or len(cores)
         self.workers = self.room = workers
         self._log_dir = request.log_dir
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._free = divide_machine(workers, cores, local_chips(os.environ), request.resources)
+        self._free = divide_machine(workers, cores, local_chips(os.environ), request.needs)
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:

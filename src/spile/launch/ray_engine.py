@@ -163,15 +163,15 @@ class RayEngine:
         if request.log_dir is not None:
             raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
         _refuse_package_folder(request.output)
-        self._ray = _connect(request.address)
-        self._needs = dict(request.resources) or {"CPU": 1.0}
+        self._ray = _connect(request.ray_address)
+        self._needs = request.needs or {"CPU": 1.0}
         self._hosts_per_worker = request.hosts_per_worker
         try:
             room = self._count_fitting()
         except UserError:
             self._ray.shutdown()
             raise
-        self.workers, self.room = request.workers or room, room
+        self.workers, self.room = request.num_workers or room, room
         self._threads = self._thread_limits()
         self._gangs: dict[int, Gang] = {}
 

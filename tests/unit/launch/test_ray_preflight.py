@@ -92,7 +92,10 @@ def engine(
         "ray.util.scheduling_strategies": strategies,
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
-    return RayEngine(EngineRequest(workers, needs or {"CPU": 1.0}, address, hosts_per_worker=hosts))
+    resources = [f"{name}={amount}" for name, amount in needs.items()]
+    return RayEngine(
+        EngineRequest(num_workers=workers, resources=resources, ray_address=address, hosts_per_worker=hosts)
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import spile
 from spile.cli.engines import part_workers
-from spile.cli.flags import WorkerFlags
 from spile.cli.main import main
 from spile.errors import Failure
+from spile.launch.engines import WorkerOptions
 from spile.objects import open_folder
 from spile.reading.inspection import commit_sizes, merged_parts, part_statistics
 from spile.store.parts import CommitSizes, DatasetPart, divide
@@ -121,6 +121,6 @@ def test_processes_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_what_an_engine_prints_is_not_part_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     """As Ray does when it loses a node."""
-    with part_workers("verify", ".", WorkerFlags(num_workers=1)):
+    with part_workers("verify", ".", WorkerOptions(num_workers=1)):
         print("a node was lost")
     assert capsys.readouterr() == ("", "a node was lost\n")
