@@ -141,25 +141,24 @@ def choose_mixture(platform: str) -> str:
     return "blocks" if platform == "cpu" else "ragged"
 
 
-def mixture_over_mesh(name: str, mesh: Mesh, *, whole: bool) -> Mixture:
+def mixture_over_mesh(name: str, mesh: Mesh, *, replicated: bool) -> Mixture:
     """Sort and compute on each device its own batch rows and its own part of each expert; the parts are added.
 
-    ``whole``: the experts' width does not divide, and every device has all of it.
+    ``replicated``: the experts' width does not divide, and every device has all of it.
     """
-    model = None if whole else "model"
+    model = None if replicated else "model"
     rows = PartitionSpec("data", None, None)
     outer, biases = PartitionSpec(None, model, None), PartitionSpec(None, model)
     every = [outer, outer, PartitionSpec(None, None, model), biases, biases, PartitionSpec(None, None)]
 
     def mixture(x: Array, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Array:
         def own(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
-            if (
-                not whole and matrices.down_bias is not None
-            ):  # The parts are added, so only one device may add the bias.
+            if not replicated and matrices.down_bias is not None:
+                # The parts are added, so only one device may add the bias.
                 first = (jax.lax.axis_index("model") == 0).astype(matrices.down_bias.dtype)
                 matrices = matrices._replace(down_bias=matrices.down_bias * first)
             out = MIXTURES[name](x, chosen, weights, matrices, config)
-            return out if whole else jax.lax.psum(out, "model")
+            return out if replicated else jax.lax.psum(out, "model")
 
         specs: list[Any] = [None if each is None else spec for spec, each in zip(every, matrices, strict=True)]
         parts = Matrices(*specs)

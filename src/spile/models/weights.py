@@ -184,7 +184,7 @@ def load(
     arrays: list[jax.Array] = []
     waiting: deque[tuple[int, Future[jax.Array]]] = deque()
 
-    def settle() -> None:
+    def finish_first() -> None:
         # In order, in this thread: on a pod all hosts must run the same programs in the same order.
         array = waiting.popleft()[1].result()
         arrays.append(array if array.dtype == np.dtype(dtype) else _cast(array, np.dtype(dtype)))
@@ -196,9 +196,9 @@ def load(
                 waiting.append((leaf.tensor.size, threads.submit(_place, files.folder, leaf.source, place)))
                 # Limit the number of unconverted tensors.
                 while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MOST_WAITING:
-                    settle()
+                    finish_first()
             while waiting:
-                settle()
+                finish_first()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise

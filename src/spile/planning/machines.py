@@ -70,8 +70,8 @@ class Generation:
     """A chip, an hour."""
 
 
-# Sources: Cloud TPU's system-architecture and pricing pages. The guides' $4.00 and $1.35 for a v3-8 are not its list
-# price: override to taste.
+# Sources: Cloud TPU's system-architecture and pricing pages. The $4.00 and $1.35 for a v3-8 in the old guides are not
+# its list prices.
 # fmt: off
 GENERATIONS: tuple[Generation, ...] = (
     Generation("v2", "v2", 2, 2, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),

@@ -95,7 +95,7 @@ class MeshPlan:
         name = choose_mixture(mesh.devices.flat[0].platform)
         if self.config.experts is None or mesh.size == 1:
             return name
-        return mixture_over_mesh(name, mesh, whole=self.config.experts.d_ff % self.model != 0)
+        return mixture_over_mesh(name, mesh, replicated=self.config.experts.d_ff % self.model != 0)
 
     def weight_bytes(self, itemsize: int, n_layers: int | None = None, *, head: bool = False) -> int:
         """Return the bytes of weights on each device."""
