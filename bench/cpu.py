@@ -21,7 +21,8 @@ from spile.planning.bench import run_transformers
 from spile.spec.ranges import Ranges
 from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer
 from spile.worker.pipeline import Sink, run_pipeline

@@ -37,7 +37,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.worker.batches import Sizes
 from spile.worker.device import configure_jax
 from spile.worker.generator import GenerationPrograms, Generator, plan_slots

@@ -23,7 +23,8 @@ from spile.objects import open_folder
 from spile.planning.bench import emptied, host_copy
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, Producer, RowBlock

@@ -31,7 +31,8 @@ from spile.spec.taps import Tap
 from spile.store.index import IndexEntry, copy_ledger, group_key, pack_group
 from spile.store.layout import STREAM, commit_key
 from spile.store.ledger import Commit, ShardRecord, iso_time
-from spile.store.stream import StreamRecord, join_run, stream_bytes
+from spile.store.run import join_run
+from spile.store.stream import StreamRecord, stream_bytes
 from spile_fakes.gcs import FakeGcs
 
 _LATENCY = 0.05

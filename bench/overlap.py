@@ -29,7 +29,8 @@ from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, Producer, RowBlock

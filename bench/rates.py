@@ -16,7 +16,8 @@ from spile.objects import Folder
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 
 D = 896
 BATCH = 4096

@@ -29,7 +29,8 @@ from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, ShardRecord, read_ledger
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.store.verification import verify
 
 __all__ = ["Distant", "main"]

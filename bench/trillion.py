@@ -38,8 +38,9 @@ from spile.store.claims import Claim, ClaimBook
 from spile.store.heartbeat import EVERY
 from spile.store.index import INDEX, write_entry
 from spile.store.ledger import ShardRecord, read_ledger
+from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.worker.claiming import PlannedStream, take_unfinished
 
 _D, _LAYERS, _LAYER, _PARAMETERS = 3584, 28, 14, 7.6e9

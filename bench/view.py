@@ -36,7 +36,8 @@ from spile.spec.sample import Role, Sample
 from spile.spec.taps import Tap
 from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.view.web.pages import Viewer
 from spile.view.web.roots import Root
 from spile.view.web.server import WebServer

@@ -19,8 +19,9 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
+from spile.store.run import join_run
 from spile.store.shard import ShardBuilder
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Batch
 from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, pack
 

@@ -402,7 +402,7 @@ def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
     from spile.data.tokens import load_tokenizer
     from spile.models.model_files import find
     from spile.objects import open_folder
-    from spile.store.stream import read_run
+    from spile.store.run import read_run
 
     run = read_run(open_folder(root))
     if run is None or run.generation is None:

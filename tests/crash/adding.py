@@ -15,7 +15,8 @@ from killing import Switch, _paths
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.taps import Tap
-from spile.store.stream import StreamStore, read_run
+from spile.store.run import read_run
+from spile.store.stream import StreamStore
 from spile.store.streams import Stream, join_addition, open_streams
 from spile.worker.backfill import add_to_stream
 from spile.worker.batches import Sizes

@@ -20,7 +20,8 @@ from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.infer import Answer, AnswerProducer, AnswerRows
 from spile.worker.pipeline import Sink, run_pipeline

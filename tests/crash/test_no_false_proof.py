@@ -26,7 +26,8 @@ from spile.spec.sample import Sample, Skip
 from spile.store.cleanup import clear_stream
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, commit_numbers
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity, write_shard

@@ -26,7 +26,8 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity

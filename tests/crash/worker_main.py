@@ -26,7 +26,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
-from spile.store.stream import StreamStore, join_run, join_stream, read_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, RowBlock

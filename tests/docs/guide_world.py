@@ -23,7 +23,8 @@ from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
 from spile.objects import Folder, open_folder
 from spile.spec.taps import Tap
-from spile.store.stream import read_run, read_stream
+from spile.store.run import read_run
+from spile.store.stream import read_stream
 from spile.store.verification import verify
 from spile_fakes.gcs import FakeGcs
 from unit.models.toy_hub import COMMIT, fake_hub

@@ -28,7 +28,7 @@ from spile.data.manifest import StreamsManifest
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
-from spile.store.stream import read_run
+from spile.store.run import read_run
 from spile.store.verification import verify
 
 FINEWEB = BUCKETS[0]

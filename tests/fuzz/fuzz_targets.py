@@ -66,10 +66,11 @@ from spile.store.heartbeat import read_beat
 from spile.store.ledger import Commit, PredictionsRecord, seal
 from spile.store.predictions import read_predictions
 from spile.store.quarantine import Supervision, Trials, read_trials, resume_trials, write_trials
+from spile.store.run import claim_answers, join_run, read_run
 from spile.store.shard import parse_shard_header
 from spile.store.snapshot import SnapshotReader
 from spile.store.statistics import TapStatistics
-from spile.store.stream import claim_answers, join_run, read_run, read_stream
+from spile.store.stream import read_stream
 from spile.store.streams import finished_quarantines
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity

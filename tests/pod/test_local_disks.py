@@ -13,7 +13,7 @@ from ports import free_port
 from spile.errors import Damaged
 from spile.hosts.files import assemble
 from spile.objects import open_folder
-from spile.store.stream import read_stream
+from spile.store.stream import StreamRecord, read_stream, stream_bytes
 from spile.store.verification import verify
 
 pytestmark = pytest.mark.slow
@@ -71,9 +71,7 @@ def test_parts_of_a_stream_and_of_its_second_start_are_not_merged(
     file = disks[1] / "activations" / "tpu_0" / "stream.json"
     record = read_stream(open_folder(str(file.parent)))
     assert record is not None
-    from spile.store import stream as module
-
-    other = module.StreamRecord("5" * 16, record.worker_id, record.fingerprint, record.identity)
-    file.write_bytes(module.stream_bytes(other))
+    other = StreamRecord("5" * 16, record.worker_id, record.fingerprint, record.identity)
+    file.write_bytes(stream_bytes(other))
     with pytest.raises(Damaged, match=r"hold different streams for tpu_0"):
         assemble(tmp_path / "all", [disk / "activations" for disk in disks])

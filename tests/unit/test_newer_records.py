@@ -17,8 +17,9 @@ from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, Z
 from spile.objects import open_folder
 from spile.spec.phase import Phase
 from spile.store.ledger import seal, unseal
+from spile.store.run import join_run, read_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import join_run, join_stream, read_run
+from spile.store.stream import join_stream
 from spile.store.verification import verify
 from world import produce, run_identity, stream_identity
 

@@ -37,8 +37,8 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check
+    from spile.store.run import refuse_other_spec, write_spec
     from spile.store.snapshot import SnapshotReader
-    from spile.store.stream import refuse_other_spec, write_spec
     from spile.view.engine import watched_engine
 
     if flags.worker_id is not None:
@@ -205,7 +205,7 @@ def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
 
 def _begun_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
     """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
-    from spile.store.stream import stored_spec
+    from spile.store.run import stored_spec
 
     stored = stored_spec(open_folder(spec.output))
     if stored is None:

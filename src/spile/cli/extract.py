@@ -160,7 +160,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
 
 
 def _read_spec(location: str) -> RunSpec:
-    from spile.store.stream import read_spec
+    from spile.store.run import read_spec
 
     if location.lstrip().startswith("{"):
         return RunSpec.from_json(location, "--spec")
@@ -190,7 +190,8 @@ def _check_local_run(spec: RunSpec) -> None:
     """
     from spile.store.cleanup import stream_has_commits
     from spile.store.layout import existing_folder
-    from spile.store.stream import read_run, read_stream
+    from spile.store.run import read_run
+    from spile.store.stream import read_stream
     from spile.store.streams import copy_command
 
     local = spec.local_copy or ("./activations" if spec.generation is None else "./inference")
@@ -245,7 +246,7 @@ def run_stream(
 
 def _answers(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
     """Return the path of the answers, if all of them are there, and how to score those of ARC tasks."""
-    from spile.store.stream import read_run
+    from spile.store.run import read_run
 
     if spec.generation is None or not summary.complete or summary.interrupted:
         return []

@@ -40,8 +40,8 @@ from spile.objects import bucket_url, open_folder
 from spile.spec.amounts import counted
 from spile.spec.options import within
 from spile.store.layout import RUN
+from spile.store.run import read_run
 from spile.store.snapshot import Snapshot, SnapshotReader
-from spile.store.stream import read_run
 from spile.store.streams import finished_quarantines
 from spile.view import fleet as fleet_view
 from spile.view import streams as streams_view

@@ -41,7 +41,7 @@ def view(
     """
     within("--interval", interval, 0.5, 3600)
     from spile.fleet.home import find_home
-    from spile.store.stream import read_run
+    from spile.store.run import read_run
     from spile.view.web.export import exported_page, write_page
     from spile.view.web.features import open_features
     from spile.view.web.pages import Viewer

@@ -36,7 +36,8 @@ from spile.reading.dataset import stored_tokens
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer
 from spile.worker.extract import make_device_producer, run_stream

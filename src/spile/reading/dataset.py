@@ -34,8 +34,8 @@ from spile.spec.run import DataSpec
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
+from spile.store.run import read_run
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import read_run
 from spile.store.streams import Stream, open_streams, read_ledgers
 
 if TYPE_CHECKING:

@@ -31,8 +31,9 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
 from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
+from spile.store.run import join_run, read_run
 from spile.store.shard import LIMIT, as_stored
-from spile.store.stream import StreamStore, join_run, join_stream, read_run
+from spile.store.stream import StreamStore, join_stream
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""

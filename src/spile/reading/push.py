@@ -19,7 +19,7 @@ from spile.objects.hub import HubFolder, hub_errors
 from spile.reading.dataset import Dataset
 from spile.reading.export import Seen, ignore_progress
 from spile.store.layout import PROGRESS, SUSPECTS, predictions_name, stream_number
-from spile.store.stream import read_run
+from spile.store.run import read_run
 
 _GROUP = 4 << 30  # Bytes of the files of one commit. A push that is interrupted repeats at most this much.
 _FILES = 100

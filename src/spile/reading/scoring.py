@@ -8,7 +8,7 @@ from spile.data.arc.grids import Grid, Task
 from spile.errors import DataError, UserError
 from spile.objects import open_folder
 from spile.store.predictions import read_answers
-from spile.store.stream import read_run
+from spile.store.run import read_run
 from spile.store.streams import open_streams
 
 

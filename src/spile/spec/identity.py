@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from spile.spec.positions import ALL
-from spile.spec.run import GenerationSpec, PromptSpec
+from spile.spec.run import FolderNames, GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
 IN_TURN = "rows in turn"
@@ -60,7 +60,7 @@ class RunIdentity:
     """The changes of taps that the user gave. They are not compared; :attr:`steering` is."""
     steering: str | None = None
     """A hash of the changed taps, the kinds of changes and the numbers of all vectors; None without ``--steer``."""
-    folders: str = "tpu"
+    folders: FolderNames = "tpu"
     """The names of the streams' folders: ``stream`` or, in runs of the guides and of earlier versions, ``tpu``."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""

@@ -44,7 +44,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if origin is UnionType:
         return None if value is None else _read(parts[0], value, name)
     if isinstance(kind, type) and is_dataclass(kind):
-        return read_record(kind, value)
+        return value if isinstance(value, kind) else read_record(kind, value)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if origin is tuple and isinstance(value, list):
@@ -60,4 +60,4 @@ def _is_plain(kind: Any, value: Any) -> bool:
     if kind not in (int, float):
         return isinstance(kind, type) and isinstance(value, kind)
     number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return number and abs(value) < 1e18 and math.isfinite(value)
+    return number and abs(value) < 1 << 63 and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""``run.json``, ``stream.json``, and the writer of one stream, which creates shards and commits them."""
+"""``stream.json``, and the writer of one stream, which creates shards and commits them."""
 
 from __future__ import annotations
 
@@ -6,35 +6,22 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
-from spile.errors import Damaged, Fenced, RunMismatch, SpecError, StoreError, untrusted
-from spile.objects import is_remote, open_folder, split
-from spile.objects.folder import Folder, NotFound, get_if_present
+from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
+from spile.objects import is_remote
+from spile.objects.folder import Folder, get_if_present
 from spile.objects.mirror import home_of
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import FolderNames, GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.records import read_record
 from spile.spec.sample import Part, Sample, Skip
 from spile.spec.taps import Tap
-from spile.store.layout import (
-    ANSWERS,
-    METADATA,
-    RUN,
-    SPEC,
-    STREAM,
-    commit_key,
-    new_attempt,
-    shard_host,
-    shard_name,
-    stream_folder,
-)
+from spile.store.layout import METADATA, STREAM, commit_key, new_attempt, shard_host, shard_name, stream_folder
 from spile.store.ledger import (
     FORMAT,
-    RUN_FORMATS,
     STREAM_FORMATS,
     Commit,
     Ledger,
@@ -45,226 +32,10 @@ from spile.store.ledger import (
     seal,
     unseal,
 )
+from spile.store.run import differences, mismatch
 from spile.store.shard import ShardBuilder, ShardSchema
 from spile.store.statistics import TapStatistics
 from spile.version import __version__
-
-_ABSENT = "nothing"
-_SAME_SETTINGS = "give the same settings, or another --output"
-
-
-def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (field, stored, ours) for each field that differs when both are JSON values."""
-    theirs, ours = json.loads(json.dumps([dict(stored), dict(ours)]))
-    pairs = [(name, theirs.get(name, _ABSENT), ours.get(name, _ABSENT)) for name in sorted({*theirs, *ours})]
-    return [(name, stored, ours) for name, stored, ours in pairs if stored != ours]
-
-
-def mismatch(place: str, differing: list[tuple[str, Any, Any]], fix: str = _SAME_SETTINGS) -> RunMismatch:
-    """Return an error that names every differing field."""
-    stored = ", ".join(_setting(name, value) for name, value, _ in differing)
-    ours = ", ".join(_setting(name, value) for name, _, value in differing)
-    return RunMismatch(f"{place} was created with {stored}, but this command asks for {ours}", fix=fix)
-
-
-def _setting(name: str, value: object) -> str:
-    """Return a field of an identity and its value in words."""
-    if value in (_ABSENT, [], None):
-        value = ALL if name == "positions" else "none"
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    match name:
-        case "sha256":
-            return f"data of sha256 {str(value)[:12]}…"
-        case "lines":
-            return f"{value} rows"
-        case "samples":
-            return f"{value} samples"
-    return f"{name} {value}"
-
-
-def join_run(root: Folder, identity: RunIdentity) -> None:
-    """Create ``run.json``, or check that the existing one belongs to this run.
-
-    Raises:
-        RunMismatch: If it belongs to another run. The message names every field that differs.
-
-    """
-    stored = read_run(root)
-    if stored is None and root.create(RUN, _run_bytes(identity)):
-        return
-    stored = stored or read_run(root)
-    if stored is None:
-        raise Damaged(f"{root.url}/{RUN} vanished while it was being read")
-    if differing := differences(stored.compared(), identity.compared()):
-        raise mismatch(root.url, differing)
-    if stored.folders != identity.folders:  # Another worker has just created the run.
-        raise RunMismatch(
-            f"{root.url} was begun with folders named {stored.folders}_N",
-            found=f"{identity.folders}_N",
-            fix="run the same command again",
-        )
-
-
-def _run_bytes(identity: RunIdentity) -> bytes:
-    shown = {name: getattr(identity, name) for name in ("adapter", "vocab_size", "steer")}
-    record = {
-        "format": identity.format,
-        "id": secrets.token_hex(8),
-        "fingerprint": identity.fingerprint(),
-        "model": identity.model,
-        "revision": identity.revision,
-        **{name: value for name, value in shown.items() if value},
-        **({} if identity.folders == "tpu" else {"folders": identity.folders}),
-        "numbers": identity.compared(),
-        "created": iso_time(),
-        "version": __version__,
-    }
-    return seal(record, indent=1)
-
-
-def claim_answers(folder: Folder, root: Folder) -> None:
-    """Record in a folder for answers that it belongs to the run at ``root``.
-
-    Raises:
-        RunMismatch: If it belongs to another run, whose answers would be overwritten.
-
-    """
-    run = _read(root) or {}
-    ours = {"run": run.get("id") or run.get("fingerprint"), "output": root.url}
-    if folder.create(ANSWERS, json.dumps(ours).encode() + b"\n"):
-        return
-    where = f"{folder.url}/{ANSWERS}"
-    with untrusted(Damaged, f"{where} does not say which run the answers belong to", fix=f"delete {where}"):
-        owner = json.loads(folder.get(ANSWERS))
-        other, output = owner["run"], str(owner["output"])
-    if other != ours["run"]:
-        raise RunMismatch(
-            f"--output-dir {folder.url} holds the answers of another run",
-            expected=f"run {ours['run']} in {root.url}",
-            found=f"run {other} in {output}",
-            fix=f"choose another --output-dir, or delete {where} to replace those answers",
-        )
-
-
-def write_spec(root: Folder, spec: RunSpec) -> str:
-    """Write ``spec.json`` next to ``run.json``, unless it holds this spec already, and return its location.
-
-    The number of the stream is not stored: every worker of the run starts from the same file.
-    """
-    content = spec.for_stream(0).to_json()
-    if get_if_present(root, SPEC) != content:
-        root.put(SPEC, content)
-    return f"{root.url}/{SPEC}"
-
-
-def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
-    """Refuse a spec that the workers of an existing run would refuse, as far as the spec alone shows it.
-
-    A launcher calls it before it writes the spec. The fields are compared with ``run.json``, and the taps with the
-    stored ``spec.json``. The value ``auto`` agrees with any other, and so does ``keep`` without names.
-
-    Raises:
-        RunMismatch: If a field differs. The message names each one.
-
-    """
-    run = read_run(root)
-    if run is None:
-        return
-    known, ours = run.compared(), _stated(spec)
-    left_out = {"backend": "jax", "prompt.template_from": None}  # run.json does not state these defaults
-    theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
-    theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
-    if other := stored_spec(root):
-        theirs["taps"], ours["taps"] = (
-            [str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec)
-        )
-    if differing := differences(theirs, ours):
-        raise mismatch(root.url, differing)
-
-
-def _stated(spec: RunSpec) -> dict[str, Any]:
-    """Return the identity of the run as far as the spec alone states it, by the names of ``run.json``."""
-    found: dict[str, Any] = {"generation.capture": _ABSENT if spec.generation is None else spec.generation.capture}
-    for each in spec_fields():
-        part, name = each.path[:-1], each.path[-1]
-        if not each.option.identity or (part == ("generation",) and spec.generation is None):
-            continue
-        value = each.get(spec)
-        if name in ("model", "adapter", "steer") or value == "auto" or (name == "backend" and spec.same_numbers):
-            continue  # The run has the hash of the weights and vectors, which only a worker can compare.
-        prefix = f"{part[-1]}." if part and part[-1] in ("prompt", "generation") else ""
-        found[prefix + name] = sorted(value) if name == "keep" else value
-    return found
-
-
-def stored_spec(root: Folder) -> RunSpec | None:
-    """Return the spec of the last command of a run; None if there is none or it is damaged, and will be replaced."""
-    with suppress(NotFound, SpecError):
-        return RunSpec.from_json(root.get(SPEC), f"{root.url}/{SPEC}")
-    return None
-
-
-def read_spec(location: str) -> RunSpec:
-    """Read a run spec from a file or an object of a bucket.
-
-    Raises:
-        SpecError: If there is no such file, or if it is not a run spec.
-
-    """
-    folder, key = split(location)
-    try:
-        content = open_folder(folder).get(key)
-    except NotFound as error:
-        raise SpecError(f"--spec {location}", expected="a run spec", found="no such file") from error
-    return RunSpec.from_json(content, location)
-
-
-def read_run(root: Folder) -> RunIdentity | None:
-    record = _read(root)
-    if record is None:
-        return None
-    with untrusted(Damaged, f"{root.url}/{RUN} is not the record of a run"):
-        compared = dict(record["numbers"])
-        compared.setdefault("prompt.template_from", None)  # absent unless a template was borrowed
-        prompt = {each.name: compared.pop(f"prompt.{each.name}") for each in fields(PromptSpec)}
-        own = {each.name: compared.pop(each.name) for each in fields(RunIdentity) if each.name in compared}
-        own["keep"] = tuple(own.get("keep", ()))
-        generation = _generation(compared)
-        identity = RunIdentity(
-            **own,
-            model=record["model"],
-            revision=record["revision"],
-            adapter=record.get("adapter"),
-            vocab_size=_optional(int, record.get("vocab_size")),
-            steer=tuple(map(str, record.get("steer", ()))),
-            folders=record.get("folders", "tpu"),
-            prompt=PromptSpec(**prompt),
-            generation=generation,
-            unknown=compared,
-        )
-        if identity.folders not in get_args(FolderNames):
-            raise ValueError(f"folders {identity.folders!r}")
-    if identity.fingerprint() != record.get("fingerprint"):
-        raise Damaged(
-            f"{root.url}/{RUN} does not match its fingerprint",
-            expected=record.get("fingerprint"),
-            found=identity.fingerprint(),
-        )
-    return identity
-
-
-def _generation(compared: dict[str, Any]) -> GenerationSpec | None:
-    """Remove the generation fields from ``compared`` and return them, or None if no answers are generated."""
-    names = [each.name for each in fields(GenerationSpec)]
-    found = {name: compared.pop(f"generation.{name}") for name in names if f"generation.{name}" in compared}
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-    return GenerationSpec(**{**found, **lists}) if found else None
-
-
-def _read(root: Folder) -> dict[str, Any] | None:
-    data = get_if_present(root, RUN)
-    return None if data is None else unseal(data, f"{root.url}/{RUN}", RUN_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -576,21 +347,8 @@ def parse_stream(data: bytes, where: str) -> StreamRecord:
     """Return the content of a ``stream.json``; raise :class:`Damaged`, which names ``where``, if it is malformed."""
     fields = unseal(data, where, STREAM_FORMATS)
     with untrusted(Damaged, f"{where} is not the record of a stream"):
-        counts = {name: _optional(int, fields.get(name)) for name in ("lines", "samples", "streams", "head")}
-        if (counts["lines"] is None) == (counts["head"] is None):
+        taps = [Tap.parse(tap) for tap in fields["taps"]]
+        identity = read_record(StreamIdentity, {"lines": None, "samples": None, **fields, "taps": taps})
+        if (identity.lines is None) == (identity.head is None):
             raise ValueError("either the number of all rows or of the hashed first ones")
-        identity = StreamIdentity(
-            data=str(fields["data"]),
-            sha256=str(fields["sha256"]),
-            taps=tuple(Tap.parse(tap) for tap in fields["taps"]),
-            shapes={str(tap): tuple(int(n) for n in shape) for tap, shape in fields.get("shapes", {}).items()},
-            split=_optional(str, fields.get("split")),
-            revision=_optional(str, fields.get("revision")),
-            **counts,
-        )
-        base = _optional(str, fields.get("base"))
-        return StreamRecord(str(fields["id"]), int(fields["worker_id"]), str(fields["fingerprint"]), identity, base)
-
-
-def _optional(kind: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else kind(value)
+        return read_record(StreamRecord, {**fields, "identity": identity})

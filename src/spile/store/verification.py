@@ -27,8 +27,9 @@ from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
+from spile.store.run import read_run, stored_spec
 from spile.store.shard_check import check_shard
-from spile.store.stream import StreamRecord, read_run, read_stream, rows_recorded, stored_spec
+from spile.store.stream import StreamRecord, read_stream, rows_recorded
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
     Stream,

@@ -29,9 +29,10 @@ from spile.store.cleanup import remove_remains
 from spile.store.index import write_entry
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
+from spile.store.run import differences, mismatch, read_run
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import StreamStore, differences, mismatch, read_run
+from spile.store.stream import StreamStore
 from spile.store.streams import (
     Alignment,
     Stream,

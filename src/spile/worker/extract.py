@@ -37,7 +37,8 @@ from spile.store.quarantine import (
     section_size,
     write_trials,
 )
-from spile.store.stream import StreamStore, claim_answers, join_run, join_stream, read_stream, write_spec
+from spile.store.run import claim_answers, join_run, write_spec
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.generator import make_generator

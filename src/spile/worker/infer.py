@@ -30,7 +30,8 @@ from spile.spec.taps import MODULE, Tap, tap_kinds
 from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_folder
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import read_answers
-from spile.store.stream import StreamStore, claim_answers, read_stream
+from spile.store.run import claim_answers
+from spile.store.stream import StreamStore, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.producer import Control, Producer, RowBlock, Verdict
 from spile.worker.progress import Progress

@@ -26,7 +26,7 @@ from spile.spec.positions import ALL, MEAN
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
 from spile.store.recomputation import Recompute, StoredRows, distances
-from spile.store.stream import read_run
+from spile.store.run import read_run
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
 from spile.worker.mesh import MeshPlan, make_mesh

@@ -43,7 +43,8 @@ from spile.spec.sample import Sample
 from spile.spec.taps import REPORTED, Steer, Tap, TapRows, row_bytes, tap_rows
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
-from spile.store.stream import join_run, read_run, read_stream
+from spile.store.run import join_run, read_run
+from spile.store.stream import read_stream
 from spile.worker.batches import Sizes
 from spile.worker.mesh import select_device
 from spile.worker.producer import check_tokens, refuse_no_answers
@@ -344,7 +345,7 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
         if not auto:
             platform()  # at once: there is no fallback for a device that the user names
         names = spec.stream_names if known is None else known.folders
-        spec = replace(spec, backend=backend, stream_names=names)  # type: ignore[arg-type]
+        spec = replace(spec, backend=backend, stream_names=names)
         spec = within_positions(spec, files, backend)
         weights = threads.submit(_timed, progress, "the weights' checksum", files.weights_hash)
         return _resolve(spec, root, known, files, platform, weights)

@@ -46,8 +46,9 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.ledger import ShardRecord
+from spile.store.run import join_run, write_spec
 from spile.store.shard import decode, split
-from spile.store.stream import StreamStore, join_run, write_spec
+from spile.store.stream import StreamStore
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import configure_jax, place_model
 from spile.worker.extract import commit_end, join, make_producer

@@ -15,7 +15,7 @@ from rich.text import Text
 from spile.cli.flags import log
 from spile.errors import DataError, printable
 from spile.objects import open_folder
-from spile.store.stream import read_run
+from spile.store.run import read_run
 from spile.view.table import Lasting, SafeConsole
 from unit.cli.refusals import spile
 from unit.models.toy_models import copy_model

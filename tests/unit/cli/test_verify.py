@@ -15,7 +15,8 @@ from spile.cli.verify import show
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.store.report import Problem, Report, StreamReport
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 

@@ -18,7 +18,7 @@ from spile.objects import open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
 from spile.store.claims import ClaimBook
-from spile.store.stream import join_run, read_spec, refuse_other_spec, write_spec
+from spile.store.run import join_run, read_spec, refuse_other_spec, write_spec
 from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import lines, spile
 from world import run_identity

@@ -13,7 +13,8 @@ from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import size
 from spile.store.cleanup import clear_stream
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.store.streams import missing_from_copy
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard

@@ -22,7 +22,8 @@ from spile.errors import Damaged, StoreError, UserError
 from spile.objects import Folder, ObjectInfo, open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role, Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.store.streams import Stream
 from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 

@@ -13,7 +13,8 @@ from spile.cli.main import main
 from spile.objects import Folder, open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 from world import run_identity, sample_of, stream_identity, write_shard
 

@@ -27,7 +27,8 @@ from spile.reading.dataset import open as open_dataset
 from spile.reading.rows import SampleRef
 from spile.reading.shuffle import Position
 from spile.spec.sample import Role, Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
 
 

@@ -24,8 +24,9 @@ from spile.objects import open_folder
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.ledger import unseal
+from spile.store.run import join_run
 from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
 

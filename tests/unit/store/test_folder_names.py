@@ -12,8 +12,8 @@ from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
 from spile.store.cleanup import clear_stream, stream_has_commits
 from spile.store.layout import find_streams
+from spile.store.run import join_run, read_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import join_run, read_run
 from spile.store.verification import verify
 from unit.cli.refusals import SMALL, lines, spile
 from world import produce, run_identity

@@ -17,9 +17,10 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import put_predictions
+from spile.store.run import join_run
 from spile.store.shard import as_stored
 from spile.store.statistics import TapAccumulator, TapStatistics
-from spile.store.stream import join_run, join_stream
+from spile.store.stream import join_stream
 from spile.store.verification import verify
 from world import TAPS, rows_of, run_identity, sample_of, stream_identity
 

@@ -23,7 +23,8 @@ from spile.store.layout import (
     stream_number,
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
-from spile.store.stream import StreamStore, join_run, join_stream, read_run, read_stream
+from spile.store.run import join_run, read_run
+from spile.store.stream import StreamStore, join_stream, read_stream
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from spile.objects import Folder
 from spile.store.layout import commit_key
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.store.verification import verify
 from world import run_identity, stream_identity
 

@@ -28,7 +28,8 @@ from spile.spec.sample import Sample, Skip
 from spile.store.heartbeat import Beat
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, ShardRecord, iso_time
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 

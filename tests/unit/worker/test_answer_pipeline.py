@@ -16,7 +16,8 @@ from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.store.predictions import read_answers
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots

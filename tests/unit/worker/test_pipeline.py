@@ -10,7 +10,8 @@ import spile
 from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.spec.sample import Skip
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Sizes, batches
 from spile.worker.pipeline import Pipeline, Sink, plan_shards, run_pipeline
 from spile.worker.producer import Control, OutOfDeviceMemory, RowBlock, Verdict

@@ -22,7 +22,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.quarantine import VARIABLE, Trials, read_trials, write_trials
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import DeviceProducer

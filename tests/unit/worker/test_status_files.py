@@ -16,7 +16,8 @@ from spile.objects.mirror import MirrorFolder
 from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import Beat, read_beat
-from spile.store.stream import StreamStore, join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.progress import Progress, StatusFiles, write_checkpoint_file

@@ -18,7 +18,8 @@ from spile.planning.forecast import plan
 from spile.spec.positions import choose_positions
 from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
 from spile.spec.sample import Role, Sample
-from spile.store.stream import join_run, join_stream
+from spile.store.run import join_run
+from spile.store.stream import join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Sizes
 from spile.worker.extract import run_stream
