@@ -19,9 +19,10 @@ from typing import Any
 import requests
 
 from spile.data.manifest import StreamEntry, StreamsManifest, stream_name
+from spile.data.split import StreamsPlan, place_of
 from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
-from spile.fleet.deploy import StreamsPlan, changes, check_stored, place_of
+from spile.fleet.deploy import changes, check_stored
 from spile.fleet.home import FleetHome, Lease
 from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest

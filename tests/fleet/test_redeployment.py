@@ -396,7 +396,7 @@ def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(wor
     for more in ((), ("--dry-run",)):
         code, text = prompt(*PREPARE, *TASK, *more)
         assert code == 2, text
-        assert "your account may not write gs://b: expected storage.objects.create" in text
+        assert "gs://b: your account may not write it: expected storage.objects.create" in text
         assert "--role=roles/storage.objectAdmin" in text
     assert world.objects() == []
 
@@ -405,8 +405,8 @@ def test_a_deploy_without_permission_to_create_machines_names_the_role(world: Wo
     words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--service-account", "m@p")
     code, text = prompt(*words, "--dry-run")
     assert code == 0, text
-    assert "fake-project: your account may make and delete its TPU VMs\n" in text
-    assert "m@p: your account may make machines that act as it\n" in text
+    assert "fake-project: your account may create and delete its TPU VMs\n" in text
+    assert "m@p: your account may create machines that act as it\n" in text
     for permission, role in (
         ("iam.serviceAccounts.actAs", "roles/iam.serviceAccountUser"),
         ("tpu.nodes.create", "roles/tpu.admin"),
@@ -420,7 +420,10 @@ def test_a_deploy_without_permission_to_create_machines_names_the_role(world: Wo
     assert world.cloud.cloud.nodes("-") == []
     world.cloud.admin("fault", {"path": "testIamPermissions", "count": 9, "status": 403, "message": "API is off"})
     code, text = prompt(*words, "--dry-run")
-    assert (code, "cannot tell whether your account may make and delete its TPU VMs (API is off)" in text) == (0, True)
+    assert (code, "cannot tell whether your account may create and delete its TPU VMs (API is off)" in text) == (
+        0,
+        True,
+    )
 
 
 def test_a_deploy_to_s3_tries_whether_it_may_write(

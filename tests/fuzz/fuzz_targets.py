@@ -36,6 +36,7 @@ from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu, read_node, read_operation, read_queued, read_settings
+from spile.fleet.deploy import check_bucket, check_machines_bucket
 from spile.fleet.home import FleetHome, Lease, _state_key, known_here
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
@@ -48,7 +49,7 @@ from spile.models.model_files import describe, find, read_index
 from spile.models.safetensors_files import read_header
 from spile.models.weights import catalogue
 from spile.objects import open_folder
-from spile.objects.clouds import GoogleBucket, check_machines, check_own, parse_uploads
+from spile.objects.clouds import GoogleBucket, parse_uploads
 from spile.objects.crc import crc32c
 from spile.objects.local import LocalFolder
 from spile.objects.machine import machine_region
@@ -642,8 +643,8 @@ class Targets:
 
         def read(data: bytes) -> None:
             with patch.object(GoogleBucket, "request", lambda *_: data):
-                with_ours(lambda: check_own("bucket"))
-                with_ours(lambda: check_machines("bucket", "a@b"))
+                with_ours(lambda: check_bucket("gs://bucket"))
+                with_ours(lambda: check_machines_bucket("gs://bucket", "a@b"))
             (home / "configurations/config_default").write_bytes(data)
             (home / "active_config").write_bytes(data[:200])
             with_ours(lambda: read_settings({"CLOUDSDK_CONFIG": str(home)}))

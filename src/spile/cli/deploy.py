@@ -26,26 +26,23 @@ from spile.cli.flags import (
     log,
     print_results,
 )
+from spile.data.split import StreamsPlan, existing_streams, local_streams, split_streams
 from spile.errors import RunMismatch, SpecError
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu, check_place
 from spile.fleet.deploy import (
-    StreamsPlan,
     changes,
     check_access,
     check_model,
     check_quota,
     check_root,
     deployment_of,
-    existing_streams,
     fleet_bucket,
     launch_over_ssh,
     list_existing,
-    local_streams,
     prepare_bare_machines,
     publish,
     refuse_active_streams,
-    split_streams,
     streams_with_commits,
 )
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256

@@ -168,7 +168,7 @@ def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) 
     its stream, so that the first batch does not wait for a pass over all rows.
     """
     from spile.data.manifest import read_manifest
-    from spile.fleet.deploy import prepare_streams
+    from spile.data.split import prepare_streams
 
     if flags.dataset_dir is not None:
         return spec
@@ -236,7 +236,7 @@ def _data_flags(folder: str | None, dataset: str, split: str | None, config_name
 
 def _refuse_other_split(known: StreamsManifest, flags: RunFlags, spec: RunSpec, asked: int | None, place: str) -> None:
     """Raise if the streams that an earlier run made are not those that are asked for."""
-    from spile.fleet.deploy import refuse_other_rows
+    from spile.data.split import refuse_other_rows
 
     dataset, source = spec.data.dataset, str(known.source.get("dataset"))
     if source != dataset:

@@ -1,4 +1,4 @@
-"""Split a source into streams of equal size, and describe them in ``streams.json``.
+"""Split a source into streams of equal size, describe them in ``streams.json``, and put them where workers read them.
 
 The same input and seed give the same bytes. Memory does not depend on the size of the source.
 """
@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spile.data.arc.prompts import shuffled
 from spile.data.convert import ItemTally, Progress, RowSelection, Unique, check_usable, usable, workspace
-from spile.data.manifest import MANIFEST, STREAM, StreamEntry, StreamsManifest, read_manifest, sha256_of, stream_name
-from spile.data.sources import default_keep
+from spile.data.manifest import (
+    MANIFEST,
+    STREAM,
+    StreamEntry,
+    StreamsManifest,
+    read_manifest,
+    sha256_of,
+    stream_name,
+    upload,
+)
+from spile.data.sources import RowRange, default_keep
+from spile.data.stream import lines_needed
 from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
-from spile.objects import open_folder
+from spile.objects import is_remote, open_folder
+from spile.spec.amounts import counted
+from spile.spec.run import DataSpec, PromptSpec
 
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
@@ -185,3 +199,152 @@ def _publish(work: Path, folder: Path, manifest: StreamsManifest, overwrite: boo
                 file.unlink()
     if overwrite or not (folder / MANIFEST).is_file():
         open_folder(str(folder)).put(MANIFEST, manifest.to_json())
+
+
+_NAME = 16
+"""The number of digits of a split's digest in the name of its folder."""
+
+
+@dataclass(frozen=True)
+class StreamsPlan:
+    """The streams of a fleet, and where workers will read them."""
+
+    url: str
+    manifest: StreamsManifest | None
+    """None if no manifest describes the streams, so that only their names can be checked."""
+    local: Path | None = None
+    """The local folder that has to be uploaded first; None if the streams are already in place."""
+
+    @property
+    def split(self) -> str | None:
+        """The digest against which workers check their stream."""
+        return None if self.manifest is None else self.manifest.digest()
+
+    @property
+    def count(self) -> int:
+        return len(self.manifest.streams) if self.manifest is not None else _count(str(self.local or self.url))
+
+    def check(self, workers: int) -> None:
+        """Raise if there are more workers than streams, because some would have nothing to do."""
+        if self.count < workers:
+            raise DataError(
+                f"{self.local or self.url} has too few streams",
+                expected=f"{workers}, at least one per worker",
+                found=f"{self.count}, up to {stream_name(self.count - 1)}" if self.count else f"no {stream_name(0)}",
+                fix="deploy fewer workers, or split the dataset again with --num-streams and another --gcs-prefix",
+            )
+
+    def check_limit(self, data: DataSpec) -> None:
+        """Raise if an earlier deployment prepared fewer rows than ``data.max_samples`` of each stream need."""
+        lines = lines_needed(data, data.prompt)
+        if lines is None or self.manifest is None:
+            return
+        prepared = self.manifest.source.get("max_samples")
+        if isinstance(prepared, int) and prepared <= self.manifest.samples and prepared < lines * self.count:
+            raise DataError(
+                f"{self.url} has fewer samples than --max-samples {data.max_samples} of each stream needs",
+                expected=f"{lines * self.count:,} rows in {counted(self.count, 'stream')}",
+                found=f"{prepared:,}",
+                fix="leave out --skip-dataset to prepare more, or give a smaller --max-samples",
+            )
+
+    def put(self, log: Callable[[str], None]) -> None:
+        """Upload the streams to where workers read them, skipping files that are already there."""
+        if self.local is None:
+            return
+        sent = upload(self.local, open_folder(self.url))
+        verb = "uploaded" if is_remote(self.url) else "written"
+        log(f"{counted(len(sent.uploaded), 'file')} {verb} to {sent.url}, {len(sent.skipped)} there already")
+
+
+def existing_streams(url: str) -> StreamsPlan:
+    return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
+
+
+def local_streams(folder: Path, below: str) -> StreamsPlan:
+    """Return the plan for a local folder of streams; its folder below ``below`` is named after its content."""
+    if not folder.is_dir():
+        raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
+    manifest = read_manifest(open_folder(str(folder)))
+    name = manifest.digest() if manifest is not None else _digest(folder)
+    return StreamsPlan(place_of(below, name), manifest, folder)
+
+
+def place_of(below: str, digest: str) -> str:
+    """Return the folder for streams with this digest. Other content gets another folder, so nothing is replaced."""
+    return f"{below}/{digest[:_NAME]}"
+
+
+@contextmanager
+def split_streams(
+    dataset: str,
+    below: str,
+    count: int,
+    *,
+    data: DataSpec,
+    log: Callable[[str], None],
+    limited: bool = False,
+) -> Iterator[StreamsPlan]:
+    """Split a dataset into streams in a temporary local folder, which exists inside the ``with`` block.
+
+    ``data`` selects the rows and their order. ``limited``: prepare no more rows than ``data.max_samples`` needs.
+    """
+    lines = lines_needed(data, data.prompt) if limited else None
+    selection = replace(_selection(data), max_samples=None if lines is None else lines * count)
+    with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
+        made = make_streams(dataset, Path(folder), count, selection=selection, seed=data.seed)
+        bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
+        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}{bound}")
+        yield local_streams(Path(folder), below)
+
+
+def _selection(data: DataSpec) -> RowSelection:
+    part = RowRange.parse(data.split)
+    column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
+    return RowSelection(
+        column,
+        part.start,
+        part.stop,
+        keep=data.keep,
+        bad_rows=data.bad_rows,
+        split=part.split,
+        config_name=data.config_name,
+        dataset_revision=data.dataset_revision,
+    )
+
+
+def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:
+    """Raise if existing streams contain other rows than requested: flags such as --split would have no effect."""
+    part, source = RowRange.parse(data.split), manifest.source
+    asked = {"split": part.split or "train", "config_name": data.config_name}
+    facts = {name: (source[name], value) for name, value in asked.items() if name in source}
+    facts["rows"] = _rows(source.get("start_index"), source.get("end_index")), _rows(part.start, part.stop)
+    for name, (made, wanted) in facts.items():
+        if made != wanted:
+            raise DataError(
+                f"{place} holds streams of another selection: {name}",
+                expected=str(made),
+                found=str(wanted),
+                fix="give --split and --config-name as before, or another --output",
+            )
+
+
+def _rows(start: object, stop: object) -> str:
+    return f"{start or 0} to {'the last' if stop is None else stop}"
+
+
+def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
+    """Split a dataset and upload its streams to exactly this URL, skipping files that are already there."""
+    with split_streams(dataset, url, count, data=data, log=log) as made:
+        replace(made, url=url).put(log)
+
+
+def _count(url: str) -> int:
+    """Return the number of streams, counted from 0 without a gap, if no ``streams.json`` says it."""
+    numbers = {int(found[1]) for info in open_folder(url).list() if (found := STREAM.fullmatch(info.key))}
+    return next(number for number in range(len(numbers) + 1) if number not in numbers)
+
+
+def _digest(folder: Path) -> str:
+    listed = "".join(f"{path.name} {sha256_of(path)}\n" for path in sorted(folder.glob("*.jsonl")))
+    return hashlib.sha256(listed.encode()).hexdigest()

@@ -6,7 +6,7 @@ import configparser
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import datetime
@@ -296,39 +296,6 @@ def read_settings(environment: Mapping[str, str], *, project: str | None = None)
         # Google never uses plain http, so a token must not be sent over it.
         anonymous=disabled or endpoint.startswith("http://"),
     )
-
-
-_MACHINES = ("tpu.nodes.create", "tpu.nodes.delete", "tpu.nodes.get", "tpu.nodes.list", "tpu.nodes.update")
-_ACT_AS = ("iam.serviceAccounts.actAs",)
-
-
-def check_roles(client: CloudTpu, account: str | None) -> Iterator[str]:
-    """Yield a line per finding; raise :class:`NotAllowed` if the account may not create machines or act as theirs."""
-    project = f"projects/{client.project}"
-    give = f"gcloud projects add-iam-policy-binding {client.project} --member=user:YOU --role=roles/tpu.admin"
-    yield _check(client, "cloudresourcemanager", project, _MACHINES, "make and delete its TPU VMs", give)
-    if account is not None:
-        there = f"projects/-/serviceAccounts/{account}"
-        give = f"gcloud iam service-accounts add-iam-policy-binding {account} --member=user:YOU"
-        give += " --role=roles/iam.serviceAccountUser"
-        yield _check(client, "iam", there, _ACT_AS, "make machines that act as it", give)
-
-
-def _check(client: CloudTpu, api: str, resource: str, needed: tuple[str, ...], what: str, give: str) -> str:
-    name = resource.rpartition("/")[2]
-    try:
-        held = client.held(api, resource, needed)
-    except (CloudError, UserError) as error:  # The API is disabled, or the account may not read the policy.
-        return f"{name}: cannot tell whether your account may {what} ({error.found})"
-    missing = [each for each in needed if each not in held]
-    if missing:
-        raise NotAllowed(
-            f"{name}: your account may not {what}",
-            expected=", ".join(needed),
-            found=f"no {', '.join(missing)}",
-            fix=f"ask its owner: {give}",
-        )
-    return f"{name}: your account may {what}"
 
 
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"

@@ -1,26 +1,21 @@
-"""Deploy a fleet: check the request, prepare the streams, publish code and assignment, launch workers."""
+"""Deploy a fleet: check the request, publish code and assignment, launch workers."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import re
 import secrets
 import shlex
-import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spile.data.convert import RowSelection
-from spile.data.manifest import STREAM, StreamsManifest, read_manifest, stream_name, upload
-from spile.data.sources import RowRange
-from spile.data.split import make_streams
-from spile.data.stream import lines_needed
-from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
-from spile.fleet.cloud_tpu import CloudTpu, check_roles
+from spile.data.split import StreamsPlan
+from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError, untrusted
+from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import (
     REQUIREMENTS,
     STARTUP,
@@ -33,183 +28,26 @@ from spile.fleet.home import (
 )
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
-from spile.fleet.provider import Life, NodeState, Quota, QuotaLimit
+from spile.fleet.provider import Life, NodeState, NotAllowed, Quota, QuotaLimit
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
 from spile.models import model_files
-from spile.models.architecture import ModelConfig
 from spile.objects import bucket_url, is_remote, open_folder
-from spile.objects.clouds import check_machines, check_own
+from spile.objects.clouds import GoogleBucket
 from spile.objects.preflight import preflight
+from spile.objects.retry import RequestFailure
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
-from spile.spec.run import EMBEDDED, DataSpec, ExtractSpec, PromptSpec, RunSpec
+from spile.spec.run import EMBEDDED, ExtractSpec, RunSpec
 from spile.store.cleanup import stream_has_commits
 from spile.store.layout import find_streams
 from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
 from spile.version import __version__
 
-_NAME = 16
-"""The number of digits of a split's digest in the name of its folder."""
 
-
-@dataclass(frozen=True)
-class StreamsPlan:
-    """The streams of a fleet, and where workers will read them."""
-
-    url: str
-    manifest: StreamsManifest | None
-    """None if no manifest describes the streams, so that only their names can be checked."""
-    local: Path | None = None
-    """The local folder that has to be uploaded first; None if the streams are already in place."""
-
-    @property
-    def split(self) -> str | None:
-        """The digest against which workers check their stream."""
-        return None if self.manifest is None else self.manifest.digest()
-
-    @property
-    def count(self) -> int:
-        return len(self.manifest.streams) if self.manifest is not None else _count(str(self.local or self.url))
-
-    def check(self, workers: int) -> None:
-        """Raise if there are more workers than streams, because some would have nothing to do."""
-        if self.count < workers:
-            raise DataError(
-                f"{self.local or self.url} has too few streams",
-                expected=f"{workers}, at least one per worker",
-                found=f"{self.count}, up to {stream_name(self.count - 1)}" if self.count else f"no {stream_name(0)}",
-                fix="deploy fewer workers, or split the dataset again with --num-streams and another --gcs-prefix",
-            )
-
-    def check_limit(self, data: DataSpec) -> None:
-        """Raise if an earlier deployment prepared fewer rows than ``data.max_samples`` of each stream need."""
-        lines = lines_needed(data, data.prompt)
-        if lines is None or self.manifest is None:
-            return
-        prepared = self.manifest.source.get("max_samples")
-        if isinstance(prepared, int) and prepared <= self.manifest.samples and prepared < lines * self.count:
-            raise DataError(
-                f"{self.url} has fewer samples than --max-samples {data.max_samples} of each stream needs",
-                expected=f"{lines * self.count:,} rows in {counted(self.count, 'stream')}",
-                found=f"{prepared:,}",
-                fix="leave out --skip-dataset to prepare more, or give a smaller --max-samples",
-            )
-
-    def put(self, log: Callable[[str], None]) -> None:
-        """Upload the streams to where workers read them, skipping files that are already there."""
-        if self.local is None:
-            return
-        sent = upload(self.local, open_folder(self.url))
-        verb = "uploaded" if is_remote(self.url) else "written"
-        log(f"{counted(len(sent.uploaded), 'file')} {verb} to {sent.url}, {len(sent.skipped)} there already")
-
-
-def existing_streams(url: str) -> StreamsPlan:
-    return StreamsPlan(url.rstrip("/"), read_manifest(open_folder(url)))
-
-
-def local_streams(folder: Path, below: str) -> StreamsPlan:
-    """Return the plan for a local folder of streams; its folder below ``below`` is named after its content."""
-    if not folder.is_dir():
-        raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
-    manifest = read_manifest(open_folder(str(folder)))
-    name = manifest.digest() if manifest is not None else _digest(folder)
-    return StreamsPlan(place_of(below, name), manifest, folder)
-
-
-def place_of(below: str, digest: str) -> str:
-    """Return the folder for streams with this digest. Other content gets another folder, so nothing is replaced."""
-    return f"{below}/{digest[:_NAME]}"
-
-
-@contextmanager
-def split_streams(
-    dataset: str,
-    below: str,
-    count: int,
-    *,
-    data: DataSpec,
-    log: Callable[[str], None],
-    limited: bool = False,
-) -> Iterator[StreamsPlan]:
-    """Split a dataset into streams in a temporary local folder, which exists inside the ``with`` block.
-
-    ``data`` selects the rows and their order. ``limited``: prepare no more rows than ``data.max_samples`` needs.
-    """
-    lines = lines_needed(data, data.prompt) if limited else None
-    selection = replace(_selection(data), max_samples=None if lines is None else lines * count)
-    with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        made = make_streams(
-            dataset,
-            Path(folder),
-            count,
-            selection=selection,
-            seed=data.seed,
-        )
-        bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
-        log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}{bound}")
-        yield local_streams(Path(folder), below)
-
-
-def _selection(data: DataSpec) -> RowSelection:
-    part = RowRange.parse(data.split)
-    column = RowSelection.column if data.prompt.column == PromptSpec.column else data.prompt.column
-    return RowSelection(
-        column,
-        part.start,
-        part.stop,
-        keep=data.keep,
-        bad_rows=data.bad_rows,
-        split=part.split,
-        config_name=data.config_name,
-        dataset_revision=data.dataset_revision,
-    )
-
-
-def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> None:
-    """Raise if existing streams contain other rows than requested: flags such as --split would have no effect."""
-    part, source = RowRange.parse(data.split), manifest.source
-    asked = {"split": part.split or "train", "config_name": data.config_name}
-    facts = {name: (source[name], value) for name, value in asked.items() if name in source}
-    facts["rows"] = _rows(source.get("start_index"), source.get("end_index")), _rows(part.start, part.stop)
-    for name, (made, wanted) in facts.items():
-        if made != wanted:
-            raise DataError(
-                f"{place} holds streams of another selection: {name}",
-                expected=str(made),
-                found=str(wanted),
-                fix="give --split and --config-name as before, or another --output",
-            )
-
-
-def _rows(start: object, stop: object) -> str:
-    return f"{start or 0} to {'the last' if stop is None else stop}"
-
-
-def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: Callable[[str], None]) -> None:
-    """Split a dataset and upload its streams to exactly this URL, skipping files that are already there."""
-    with split_streams(dataset, url, count, data=data, log=log) as made:
-        replace(made, url=url).put(log)
-
-
-def _count(url: str) -> int:
-    """Return the number of streams, counted from 0 without a gap, if no ``streams.json`` says it."""
-    numbers = {int(found[1]) for info in open_folder(url).list() if (found := STREAM.fullmatch(info.key))}
-    return next(number for number in range(len(numbers) + 1) if number not in numbers)
-
-
-def _digest(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.jsonl")):
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def check_model(spec: ExtractSpec) -> ModelConfig:
+def check_model(spec: ExtractSpec) -> None:
     """Check that machines can read the model and that it has the requested layers. No weights are downloaded."""
     if spec.model != EMBEDDED and not is_remote(spec.model) and Path(spec.model).expanduser().exists():
         raise ModelError(
@@ -217,9 +55,13 @@ def check_model(spec: ExtractSpec) -> ModelConfig:
             expected="a name on the hub, or gs://…",
             fix=f"copy it: gcloud storage cp -r {spec.model} gs://BUCKET/models/",
         )
-    config = model_files.find(spec.model, spec.revision, weights=False).config
-    spec.selected_taps(config.n_layers)
-    return config
+    spec.selected_taps(model_files.find(spec.model, spec.revision, weights=False).config.n_layers)
+
+
+_CREATE_MACHINES = ("tpu.nodes.create", "tpu.nodes.delete", "tpu.nodes.get", "tpu.nodes.list", "tpu.nodes.update")
+_WRITE_BUCKET = ("storage.objects.create", "storage.objects.get", "storage.objects.list")
+_WRITER = "roles/storage.objectAdmin"
+_WRITERS = {_WRITER, "roles/storage.objectUser", "roles/storage.admin"}
 
 
 def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | None = None) -> Iterator[str]:
@@ -228,15 +70,87 @@ def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | No
     Raises :class:`Unwritable` or :class:`NotAllowed` if the operator lacks access.
     """
     for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
-        name = bucket.partition("://")[2]
         if bucket.startswith("gs://"):
-            yield check_own(name)
-            yield check_machines(name, account)
+            yield check_bucket(bucket)
+            yield check_machines_bucket(bucket, account)
         else:  # S3 has no API for this question, so an object is created and deleted.
             preflight(open_folder(bucket))
             yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
-    if client is not None:
-        yield from check_roles(client, account)
+    if client is None:
+        return
+    project = client.project
+    held = partial(client.held, "cloudresourcemanager", f"projects/{project}", _CREATE_MACHINES)
+    grant = f"gcloud projects add-iam-policy-binding {project} --member=user:YOU --role=roles/tpu.admin"
+    yield _check_permissions(project, "create and delete its TPU VMs", _CREATE_MACHINES, held, grant)
+    if account is not None:
+        act_as = ("iam.serviceAccounts.actAs",)
+        held = partial(client.held, "iam", f"projects/-/serviceAccounts/{account}", act_as)
+        grant = f"gcloud iam service-accounts add-iam-policy-binding {account} --member=user:YOU"
+        grant += " --role=roles/iam.serviceAccountUser"
+        yield _check_permissions(account, "create machines that act as it", act_as, held, grant)
+
+
+def check_bucket(bucket: str) -> str:
+    """Return a line about whether the operator may write to a Google bucket; raise :class:`NotAllowed` if not."""
+    held = partial(_bucket_iam, bucket, "/testPermissions", {"permissions": _WRITE_BUCKET}, "permissions")
+    return _check_permissions(bucket, "write it", _WRITE_BUCKET, held, _grant(bucket, "user:YOU"))
+
+
+def check_machines_bucket(bucket: str, account: str | None) -> str:
+    """Return a line about whether the machines' service account may write to a Google bucket.
+
+    The bucket's policy can prove that it may, but not that it may not: the project's policy can grant more.
+    """
+    action = f"the machines' account {account or '(the project’s own)'} may write it"
+    if account is None:
+        return f"{bucket}: cannot tell whether {action}: name one with --service-account"
+    try:
+        policy = _bucket_iam(bucket, "", {"optionsRequestedPolicyVersion": "3"}, "bindings")
+    except CloudError as error:
+        return f"{bucket}: cannot tell whether {action} ({error.found})"
+    member = f"serviceAccount:{account}"
+    known = [each for each in policy if isinstance(each, Mapping) and isinstance(each.get("members"), list)]
+    roles = {str(each.get("role")) for each in known if member in each["members"] and not each.get("condition")}
+    if roles & _WRITERS:
+        return f"{bucket}: {action}"
+    return (
+        f"{bucket}: cannot tell whether {action}: the bucket's policy does not say so; unless the project's does, "
+        f"type: {_grant(bucket, member)}"
+    )
+
+
+def _check_permissions(
+    place: str, action: str, needed: Sequence[str], held: Callable[[], Collection[str]], grant: str
+) -> str:
+    """Return a line about whether the operator may do something; raise :class:`NotAllowed` if not."""
+    try:
+        granted = held()
+    except (CloudError, UserError) as error:  # The API is disabled, or the account may not read the policy.
+        return f"{place}: cannot tell whether your account may {action} ({error.found})"
+    missing = [each for each in needed if each not in granted]
+    if missing:
+        raise NotAllowed(
+            f"{place}: your account may not {action}",
+            expected=", ".join(needed),
+            found=f"no {', '.join(missing)}",
+            fix=f"ask its owner: {grant}",
+        )
+    return f"{place}: your account may {action}"
+
+
+def _grant(bucket: str, member: str) -> str:
+    return f"gcloud storage buckets add-iam-policy-binding {bucket} --member={member} --role={_WRITER}"
+
+
+def _bucket_iam(bucket: str, path: str, query: Mapping[str, str | Sequence[str]], field: str) -> list[Any]:
+    name = bucket.removeprefix("gs://")
+    problem = f"the permissions of {bucket} cannot be read"
+    try:
+        body = GoogleBucket(name).request("GET", f"storage/v1/b/{name}/iam{path}", query)
+    except RequestFailure as failure:
+        raise CloudError(problem, found=failure.cause) from failure
+    with untrusted(CloudError, problem):
+        return [*json.loads(body).get(field, [])]
 
 
 _QUOTA_NAMES = {"v5e": r"TPUV5s(Preemptible)?Litepod", "v5p": "TPUV5P", "v6e": "TPUV6E"}

@@ -1,8 +1,8 @@
 """How each cloud is reached: credentials, endpoints, and the few requests that obstore does not offer.
 
 obstore sends everything that reads or writes objects (:mod:`~spile.objects.bucket`). It cannot list or abort
-unfinished multipart uploads, and it does not know a bucket's region or who may write to it. Google is asked for these
-with ``requests``, Amazon with botocore if that is installed (``pip install 'spile[s3]'``).
+unfinished multipart uploads, and it does not know a bucket's region. Google is asked for these with ``requests``,
+Amazon with botocore if that is installed (``pip install 'spile[s3]'``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree
 
 from spile.errors import UserError
-from spile.objects.folder import Unfinished, Unwritable
+from spile.objects.folder import Unfinished
 from spile.objects.machine import METADATA_SERVER, ask_metadata, positive_number
 from spile.objects.retry import RequestFailure, from_status
 
@@ -156,7 +156,7 @@ class GoogleBucket:
         options = _connection(self._url, seconds, retries)
         return stores.GCSStore(self.bucket, service_account_key=json.dumps(account), **known, **options)
 
-    def request(self, method: str, path: str, query: Mapping[str, str]) -> bytes:
+    def request(self, method: str, path: str, query: Mapping[str, str | Sequence[str]]) -> bytes:
         """Send one request that obstore does not offer, and return the reply's body."""
         import requests
 
@@ -212,69 +212,6 @@ def _parse_xml(body: bytes) -> ElementTree.Element:
         return ElementTree.fromstring(body)  # noqa: S314 - the store's own reply
     except ElementTree.ParseError as error:
         raise RequestFailure("an unreadable reply", transient=True) from error
-
-
-_NEEDED = ("storage.objects.create", "storage.objects.get", "storage.objects.list")
-_ROLE = "roles/storage.objectAdmin"
-_WRITER_ROLES = {_ROLE, "roles/storage.objectUser", "roles/storage.admin"}
-_GRANT = "gcloud storage buckets add-iam-policy-binding gs://{bucket} --member={member} --role=" + _ROLE
-
-
-def check_own(bucket: str) -> str:
-    """Return a line about whether the user's own account may write to a Google bucket.
-
-    Raises:
-        Unwritable: It may not.
-
-    """
-    path = "/testPermissions"
-    try:
-        missing = [name for name in _NEEDED if name not in _iam(bucket, path, {"permissions": name}, "permissions")]
-    except RequestFailure as failure:
-        return f"gs://{bucket}: cannot tell whether your account may write it ({failure.cause})"
-    if missing:
-        raise Unwritable(
-            f"your account may not write gs://{bucket}",
-            expected=", ".join(_NEEDED),
-            found=f"no {', '.join(missing)}",
-            fix=f"ask its owner: {_GRANT.format(bucket=bucket, member='user:YOU')}",
-        )
-    return f"gs://{bucket}: your account may write it"
-
-
-def check_machines(bucket: str, account: str | None) -> str:
-    """Return a line about whether the machines' service account may write to a Google bucket.
-
-    The bucket's policy can prove that it may, but not that it may not: the project's policy can grant more.
-    """
-    who = f"the machines' account {account or '(the project’s own)'}"
-    if account is None:
-        return f"gs://{bucket}: cannot tell whether {who} may write it: name one with --service-account"
-    try:
-        policy = _iam(bucket, "", {"optionsRequestedPolicyVersion": "3"}, "bindings")
-    except RequestFailure as failure:
-        return f"gs://{bucket}: cannot tell whether {who} may write it ({failure.cause})"
-    member = f"serviceAccount:{account}"
-    known = [each for each in policy if isinstance(each, Mapping) and isinstance(each.get("members"), list)]
-    roles = {str(each.get("role")) for each in known if member in each["members"] and not each.get("condition")}
-    if roles & _WRITER_ROLES:
-        return f"gs://{bucket}: {who} may write it"
-    return (
-        f"gs://{bucket}: cannot tell whether {who} may write it: the bucket's policy does not say so; unless the "
-        f"project's does, type: {_GRANT.format(bucket=bucket, member=member)}"
-    )
-
-
-def _iam(bucket: str, path: str, query: Mapping[str, str], field: str) -> list[Any]:
-    body = GoogleBucket(bucket).request("GET", f"storage/v1/b/{bucket}/iam{path}", query)
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    listed = found.get(field, []) if isinstance(found, Mapping) else None
-    if not isinstance(listed, list):
-        raise RequestFailure("an unreadable reply")
-    return listed
 
 
 # --- Amazon S3 and servers that speak its protocol --------------------------------------------------------------------

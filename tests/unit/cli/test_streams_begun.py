@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spile.cli.engines import _stream_count
-from spile.fleet.deploy import prepare_streams
+from spile.data.split import prepare_streams
 from spile.launch.local import LocalEngine
 from spile.launch.supervisor import StreamTask, WorkerEnd
 from spile.reading.dataset import open as open_dataset
