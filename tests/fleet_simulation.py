@@ -18,7 +18,7 @@ from typing import Any
 
 import requests
 
-from spile.data.manifest import StreamEntry, StreamsManifest, stream_name
+from spile.data.manifest import StreamEntry, StreamsManifest
 from spile.data.split import StreamsPlan, place_of
 from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
@@ -28,10 +28,10 @@ from spile.fleet.monitor import tick
 from spile.fleet.provider import NodeRequest
 from spile.fleet.reconcile import past_of
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, History, Policy, Pulse, keep_numbers, plan_workers
-from spile.launch.supervisor import LaunchCounter
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
+from spile.spec.run import stream_file
 from spile.store.claims import Claim, ClaimBook
 from spile.store.quarantine import Supervision, Trials, resume_trials
 from spile_fakes.cloud import ApiError, Cloud, CloudTimes
@@ -119,7 +119,7 @@ class Vm:
     commits_seen: int = 0
     """The length of the ledger that the worker knows: its next commit has this number."""
     renewed: float = 0.0
-    launches: LaunchCounter = field(default_factory=LaunchCounter)
+    supervision: Supervision = field(default_factory=Supervision.begin)
     """Its agent's count of how its workers ended."""
     trials: Trials | None = None
     """What its worker knows of the suspects of the stream."""
@@ -265,7 +265,7 @@ class Simulation:
     def _with_streams(self, dataset: str, fleet: FleetSpec | None = None) -> FleetSpec:
         """The fleet with its streams in the bucket, under the name that a deploy gives them."""
         fleet = fleet or self.fleet
-        names = [stream_name(number) for number in range(self.stream_count)]
+        names = [stream_file(number) for number in range(self.stream_count)]
         entries = tuple(StreamEntry(name, 1, 1, f"{dataset} {len(names)} {name}") for name in names)
         manifest = StreamsManifest({"dataset": dataset}, 0, len(names), entries, {})
         url = place_of("gs://b/datasets", manifest.digest())
@@ -370,7 +370,7 @@ class Simulation:
         if vm.claim is not None:
             vm.claim.release()
         # Another agent and another worker process run from now on.
-        vm.claim, vm.trials, vm.launches, vm.book = None, None, LaunchCounter(), self._new_book(vm.name)
+        vm.claim, vm.trials, vm.supervision, vm.book = None, None, Supervision.begin(), self._new_book(vm.name)
         if vm.name not in {worker.name for worker in self.fleet.workers}:
             vm.ended = self.now  # it has no work in this deployment
 
@@ -403,7 +403,7 @@ class Simulation:
     def _take_step(self, vm: Vm, stream: Stream, count: int) -> None:
         """Compute some samples, as :class:`spile.worker.extract.StreamWork` does it."""
         if vm.trials is None:
-            heard = Supervision.from_environment(vm.launches.environment())
+            heard = Supervision.from_environment(vm.supervision.environment())
             vm.trials = resume_trials(stream.record, heard, "id", stream.covered)
             stream.record = vm.trials if stream.record is not None or heard.kills else None
         trials = vm.trials.without(stream.covered)
@@ -432,7 +432,7 @@ class Simulation:
     def _kill(self, vm: Vm) -> None:
         """A sample ends the worker. Its agent starts it again under the same name, so it has its claim back at once."""
         self._say(f"a sample kills the worker of {vm.name}")
-        vm.launches.ended(137)
+        vm.supervision = vm.supervision.after(137)
         vm.claim, vm.trials, vm.healthy, vm.booted = None, None, False, self.now + 15.0
         vm.book = self._new_book(vm.name)
 
@@ -457,7 +457,7 @@ class Simulation:
         if vm.claim is not None and verdict == "refused":
             vm.claim.release()
         vm.claim, vm.trials = None, None  # a crash releases nothing
-        vm.launches.ended(1)
+        vm.supervision = vm.supervision.after(1)
         if verdict == "finished" and self.rng.random() < 0.7:
             self._delete_itself(vm)
 

@@ -32,7 +32,6 @@ from spile.spec.run import (
 
 if TYPE_CHECKING:
     from spile.data.arc.answers import Score
-    from spile.models.model_files import ReadConfig
     from spile.planning.forecast import Forecast
     from spile.reading.dataset import Dataset
     from spile.reading.export import ExportDtype, Exported, ExportFormat
@@ -399,32 +398,17 @@ def prove(root: str, *, recompute: int, **options: Any) -> Report:
 
 def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
     """Return the tokenizer's function for texts of answers, or why they cannot be compared."""
-    from spile.data.tokens import load_tokenizer
-    from spile.models.model_files import find
     from spile.objects import open_folder
+    from spile.reading.dataset import run_tokenizer
     from spile.store.run import read_run
 
     run = read_run(open_folder(root))
     if run is None or run.generation is None:
         return None, ()
-    what = "texts of answers were not compared with their tokens"
     try:
-        files = find(run.model, run.revision, weights=False, read=_config_reader(run.backend))
-        if files.tokenizer_hash() == run.tokenizer:
-            return load_tokenizer(files.tokenizer_folder).decode, ()
+        return run_tokenizer(run).decode, ()
     except SpileError as error:
-        return None, (f"{what}: the tokenizer was not found: {error}",)
-    return None, (f"{what}: the tokenizer of {run.model} has changed since the run",)
-
-
-def _config_reader(backend: str) -> ReadConfig:
-    if backend == "torch":
-        from spile.worker.torch_backend import read_torch_config
-
-        return read_torch_config
-    from spile.models.families import read_config
-
-    return read_config
+        return None, (f"texts of answers were not compared with their tokens: {error}",)
 
 
 @naming("spile.inspect")

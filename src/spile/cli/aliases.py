@@ -293,19 +293,19 @@ def with_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlag
 
 def worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
     """Return ``--worker-id``, the number in the stream's file name, or TPU_WORKER_ID; None if there is none of them."""
-    from spile.spec.run import STREAM_FILE
+    from spile.spec.run import stream_file_number
 
     if flags.worker_id is not None:
         return int(flags.worker_id)
     text = environment.get(_WORKER, "").strip()
     if text and not text.isdecimal():
         raise SpecError(_WORKER, expected="the stream's number", found=repr(text))
-    named = STREAM_FILE.fullmatch(flags.dataset or "") if flags.dataset_dir is None else None
-    if named is None:
+    number = stream_file_number(flags.dataset or "") if flags.dataset_dir is None else None
+    if number is None:
         return int(text) if text else None
-    if text and int(text) != int(named[1]):
-        log(f"{_WORKER}={text} is ignored: {flags.dataset} is stream {int(named[1])} (--worker-id overrides it)")
-    return int(named[1])
+    if text and int(text) != number:
+        log(f"{_WORKER}={text} is ignored: {flags.dataset} is stream {number} (--worker-id overrides it)")
+    return number
 
 
 def _guide_signal(flags: RunFlags, environment: Mapping[str, str], pod: bool) -> str:

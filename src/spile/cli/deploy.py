@@ -175,7 +175,7 @@ def deploy(
         streams.check(len(fleet.workers))
         fleet = request.work(fleet, bucket, streams)
         if steps.skip_dataset:
-            streams.check_limit(request.run_spec("gs://b/x", streams.url).data)
+            streams.check_limit(worker_spec(request.flags, "gs://b/x", streams.url).data)
         cleared = _streams_to_clear(fleet, request.flags)
         try:
             check_root(bucket, fleet, streams, cleared=bool(cleared))
@@ -277,7 +277,7 @@ class _Request:
     def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
         return deployment_of(
             fleet,
-            self.run_spec(self.root(bucket), streams.url, streams.split),
+            worker_spec(self.flags, self.root(bucket), streams.url, streams.split),
             streams,
             environment=pairs("--env", self.steps.env),
             notify=tuple(self.steps.notify or ()),
@@ -298,9 +298,6 @@ class _Request:
         log(f"{error.problem}: this run is stored in {bucket}/{prefix}")
         request = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
         return request, request.work(fleet, bucket, streams)
-
-    def run_spec(self, root: str, streams: str, split: str | None = None) -> RunSpec:
-        return worker_spec(self.flags, root, streams, split)
 
 
 def _filled(flags: Flags, values: Mapping[str, Any]) -> Flags:
@@ -345,7 +342,7 @@ def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     pairs("--env", request.steps.env)
     for url in request.steps.notify or ():
         check_url(url)
-    check_model(request.run_spec("gs://b/x", "gs://b/datasets"))
+    check_model(worker_spec(request.flags, "gs://b/x", "gs://b/datasets"))
     for zone in () if request.steps.skip_launch else fleet.zones:
         check_place(client, zone, fleet.machine.accelerator_type)
 
@@ -475,7 +472,7 @@ def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Esti
     """Return an estimate that assumes that all streams are as long as the first one."""
     from spile.planning.forecast import plan as forecast
 
-    found = forecast(request.run_spec("gs://b/x", str(streams.local or streams.url)), _COUNTED)
+    found = forecast(worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url)), _COUNTED)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

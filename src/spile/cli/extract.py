@@ -17,7 +17,7 @@ from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, Ru
 from spile.errors import Interrupted, SpecError
 from spile.launch.engines import EngineOptions
 from spile.objects import is_remote, open_folder
-from spile.spec.options import within
+from spile.spec.options import check_number
 from spile.spec.phase import Phase
 from spile.spec.run import BackfillSpec, RunSpec, parse_mesh_shape
 from spile.spec.taps import parse_taps
@@ -143,7 +143,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     from spile.worker.claiming import work_on_claims
     from spile.worker.signals import exit_handler, handled
 
-    within("--claim-seconds", seconds, 1, 86400)
+    check_number("--claim-seconds", seconds, 1, 86400)
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)

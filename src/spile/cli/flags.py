@@ -22,7 +22,7 @@ from rich.table import Table
 from spile.cli.program import COMMON_FLAGS
 from spile.errors import SpecError, UserError, printable
 from spile.objects import is_remote
-from spile.spec.options import CommandName, within
+from spile.spec.options import CommandName, FlagGroup, check_number
 from spile.spec.run import RunSpec, SpecField, make_spec, spec_fields
 from spile.spec.taps import parse_layers
 from spile.view.table import output
@@ -62,8 +62,7 @@ def stream_numbers(text: str | None) -> tuple[int, ...] | None:
 GCS_PREFIX = "activations"
 """The folder of the dataset in a bucket that is given without a folder."""
 
-GROUPS = ("Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)")
-_GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(GROUPS, 1)}
+_GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(get_args(FlagGroup), 1)}
 _COMMON = Group(COMMON_FLAGS, sort_key=0)
 
 
@@ -100,7 +99,7 @@ class RunFlags:
         if self.answers and self.n_tasks is not None:
             if self.max_samples is not None:
                 raise SpecError("two limits", expected="--n-tasks or --max-samples", found="both")
-            within("--n-tasks", self.n_tasks, 1, 1 << 40)
+            check_number("--n-tasks", self.n_tasks, 1, 1 << 40)
             values["max_samples"] = self.n_tasks * (self.predictions_per_task or 1)
         return values
 
@@ -149,12 +148,6 @@ def given(flags: Any) -> dict[str, Any]:
     """Return the flags of a group that do not have their default, by name."""
     values = {each.name: (getattr(flags, each.name), each.default) for each in fields(flags)}
     return {name: value for name, (value, default) in values.items() if value != default}
-
-
-class _AnswerFlags(RunFlags):
-    """The flags of a run that generates answers."""
-
-    answers = True
 
 
 _Field = tuple[str, Any, Any]
@@ -206,10 +199,14 @@ _BUCKET = (
 _COPY = "The same as --output; with a bucket, the same as --local-copy."
 
 
-def _make(name: str, base: type[RunFlags], command: CommandName, *guides: _Field) -> type[RunFlags]:
-    ours = [each for each in spec_fields() if command == "infer" or each.option.group != "Answers"]
-    own = [_spec_flag(each, command) for each in ours if each.option.flag]
-    made = make_dataclass(name, [*own, *guides, *_BUCKET], bases=(base,), frozen=True)
+def _make_flags(name: str, command: CommandName, *guide_flags: _Field) -> type[RunFlags]:
+    """Return the dataclass with the flags of a command: its fields of the run spec, and the flags of the guides."""
+    answers = command == "infer"
+    fields_of_command = [each for each in spec_fields() if answers or each.option.group != "Answers"]
+    flags = [_spec_flag(each, command) for each in fields_of_command if each.option.flag]
+    made = make_dataclass(
+        name, [*flags, *guide_flags, *_BUCKET], bases=(RunFlags,), namespace={"answers": answers}, frozen=True
+    )
     made.__module__ = __name__
     return Parameter(name="*")(made)
 
@@ -223,10 +220,9 @@ if TYPE_CHECKING:
         """The flags of ``spile infer``."""
 
 else:
-    ExtractFlags = _make("ExtractFlags", RunFlags, "extract", _guide_flag("output_dir", str, "Output", _COPY))
-    InferFlags = _make(
+    ExtractFlags = _make_flags("ExtractFlags", "extract", _guide_flag("output_dir", str, "Output", _COPY))
+    InferFlags = _make_flags(
         "InferFlags",
-        _AnswerFlags,
         "infer",
         _guide_flag("output_dir", str, "Answers", "The same as --answers-dir."),
         _guide_flag("activations_dir", str, "Output", _COPY),

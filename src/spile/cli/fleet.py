@@ -38,7 +38,7 @@ from spile.fleet.provider import Life, Node, NodeState, QueuedResource
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns, plan_workers
 from spile.objects import bucket_url, open_folder
 from spile.spec.amounts import counted
-from spile.spec.options import within
+from spile.spec.options import check_number
 from spile.store.layout import RUN
 from spile.store.run import read_run
 from spile.store.snapshot import Snapshot, SnapshotReader
@@ -133,7 +133,7 @@ def monitor(
         web: Also show the run in the browser; its address is printed.
         project: The Google Cloud project. [default: gcloud's]
     """
-    within("--interval", interval, 0.1, 86400)
+    check_number("--interval", interval, 0.1, 86400)
     home = find_home(root, fleet)
     if home is None:
         with web_of(root, web):

@@ -26,7 +26,7 @@ from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Job, jobs_for
 from spile.hosts.run import run as run_jobs
 from spile.objects import open_folder
-from spile.spec.options import at_least, pairs
+from spile.spec.options import check_number, pairs
 from spile.view.hosts import Logs, results_folder, run_on_all
 from spile.view.table import output as output_console
 
@@ -141,7 +141,7 @@ def logs(
         fleet: Only machines of this fleet.
         host: The host of a pod.
     """
-    at_least("-n", lines, 0)
+    check_number("-n", lines, 0)
     for flag, given in (("--json", as_json), ("--grep", grep is not None)):
         if given and home is None:
             raise SpecError(flag, expected="--home gs://bucket/fleet/NAME as well", found=f"{flag} alone")

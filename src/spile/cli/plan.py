@@ -24,7 +24,7 @@ from spile.models.families import FAMILIES, read_config
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
 from spile.planning.machines import Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
-from spile.spec.options import at_least
+from spile.spec.options import check_number
 from spile.spec.taps import Tap, row_bytes, tap_rows
 from spile.view.table import output, print_facts
 
@@ -88,8 +88,8 @@ def plan(
     from spile.planning.forecast import this_machine
     from spile.planning.tpu_compiler import available
 
-    at_least("--count", options.count, 1)
-    at_least("--budget", options.budget, 0)
+    check_number("--count", options.count, 1)
+    check_number("--budget", options.budget, 0)
     prices = list_prices() if options.prices is None else read_prices(options.prices)
     machines = [parse_planned(word, prices) for word in options.topology or _USUAL]
     seconds = options.start_minutes * 60
@@ -285,7 +285,7 @@ def bench(
     """
     from spile.planning.bench import bench as run
 
-    at_least("--tokens", tokens, 1)
+    check_number("--tokens", tokens, 1)
     if not (flags.output or flags.output_dir or flags.gcs_bucket):
         flags = flags.replaced(output="./.bench")  # Not where the activations of a run are.
     result = run(flags.spec(), tokens=tokens, compare=compare)

@@ -22,7 +22,7 @@ from spile.errors import SpecError
 from spile.launch.engines import WorkerOptions
 from spile.objects import open_folder
 from spile.spec.amounts import amount, counted, duration, size
-from spile.spec.options import at_least
+from spile.spec.options import check_number
 from spile.spec.sample import BAD_ROW
 from spile.store.parts import DatasetPart
 from spile.store.report import Kind, Report, StreamReport
@@ -59,10 +59,10 @@ class VerifyFlags:
 
     def check(self) -> None:
         """Raise for numbers below their least value, and for flags that exclude each other."""
-        at_least("--recompute", self.recompute, 0)
-        at_least("--seed", self.seed, 0)
-        at_least("--max-samples", self.max_samples, 1)
-        at_least("--older-than", self.older_than, 0)
+        check_number("--recompute", self.recompute, 0)
+        check_number("--seed", self.seed, 0)
+        check_number("--max-samples", self.max_samples, 1)
+        check_number("--older-than", self.older_than, 0)
         if self.yes and not (self.gc or self.repair):
             raise SpecError("--yes", expected="--gc or --repair as well", found="--yes alone")
         if self.gc and self.repair:

@@ -8,7 +8,7 @@ from pathlib import Path
 from spile.cli.flags import log
 from spile.errors import UserError
 from spile.spec.amounts import size
-from spile.spec.options import within
+from spile.spec.options import check_number
 
 
 def view(
@@ -39,7 +39,7 @@ def view(
         export: Write the pages to this HTML file, which contains everything, and exit.
         samples: With --export: the number of samples in the file.
     """
-    within("--interval", interval, 0.5, 3600)
+    check_number("--interval", interval, 0.5, 3600)
     from spile.fleet.home import find_home
     from spile.store.run import read_run
     from spile.view.web.export import exported_page, write_page

@@ -26,7 +26,7 @@ from spile.data.sources import RowRange, open_source
 from spile.data.tables import RowSource, SourceRow
 from spile.errors import DataError, SpecError
 from spile.objects.local import write_errors
-from spile.spec.options import at_least
+from spile.spec.options import check_number
 from spile.spec.run import BadRows
 
 
@@ -71,10 +71,10 @@ class RowSelection:
     """The branch, tag or commit of a hub dataset."""
 
     def __post_init__(self) -> None:
-        at_least("--start-index", self.start_index, 0)
-        at_least("--end-index", self.end_index, 1)
-        at_least("--max-samples", self.max_samples, 1)
-        at_least("--max-train-examples", self.max_train_examples, 1)
+        check_number("--start-index", self.start_index, 0)
+        check_number("--end-index", self.end_index, 1)
+        check_number("--max-samples", self.max_samples, 1)
+        check_number("--max-train-examples", self.max_train_examples, 1)
         if self.end_index is not None and self.end_index <= self.start_index:
             raise SpecError(
                 "--end-index", expected=f"more than --start-index {self.start_index}", found=str(self.end_index)

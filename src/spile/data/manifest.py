@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,15 +15,20 @@ from spile.errors import DataError, untrusted
 from spile.objects import Folder, NotFound, read_chunks
 from spile.objects.folder import get_if_present
 from spile.spec.records import known_fields
+from spile.spec.run import stream_file_number
 
 MANIFEST = "streams.json"
 VERSION = 1
-STREAM = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
-def stream_name(number: int) -> str:
-    """Return the file name of a stream, such as ``stream_005.jsonl``."""
-    return f"stream_{number:03d}.jsonl"
+def list_streams(folder: Folder) -> dict[int, int]:
+    """Return the size of each ``stream_NNN.jsonl`` in a folder or bucket, by its number."""
+    found = {}
+    for info in folder.list("stream_"):
+        number = stream_file_number(info.key)
+        if number is not None and "/" not in info.key:
+            found[number] = info.size
+    return found
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def check_stream(
         )
     listed = {entry.name: entry for entry in manifest.streams} if manifest is not None else {}
     if name not in listed:
-        if listed and STREAM.fullmatch(name):  # its samples may be in other streams too
+        if listed and stream_file_number(name) is not None:  # its samples may be in other streams too
             raise DataError(
                 f"{location} does not belong to the split that {MANIFEST} describes",
                 expected=f"one of its {len(listed)} streams",

@@ -17,12 +17,11 @@ from spile.data.arc.prompts import shuffled
 from spile.data.convert import ItemTally, Progress, RowSelection, Unique, check_usable, usable, workspace
 from spile.data.manifest import (
     MANIFEST,
-    STREAM,
     StreamEntry,
     StreamsManifest,
+    list_streams,
     read_manifest,
     sha256_of,
-    stream_name,
     upload,
 )
 from spile.data.sources import RowRange, default_keep
@@ -31,7 +30,7 @@ from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
 from spile.objects import is_remote, open_folder
 from spile.spec.amounts import counted
-from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.run import DataSpec, PromptSpec, stream_file, stream_file_number
 
 MOST_STREAMS = 10_000
 _BUFFERS = 16 << 20
@@ -75,7 +74,7 @@ class _Writer:
 
     def entry(self, number: int) -> StreamEntry:
         self.flush(last=True)
-        return StreamEntry(stream_name(number), self.samples, self.bytes, self._digest.hexdigest())
+        return StreamEntry(stream_file(number), self.samples, self.bytes, self._digest.hexdigest())
 
 
 def make_streams(
@@ -104,7 +103,7 @@ def make_streams(
         if not overwrite:
             _refuse_other_streams(output_dir, manifest)
         _publish(work, output_dir, manifest, overwrite)
-    return Streams(manifest, tuple(stream_name(number) for number in sorted(chosen)), tally)
+    return Streams(manifest, tuple(stream_file(number) for number in sorted(chosen)), tally)
 
 
 def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
@@ -128,7 +127,7 @@ def _write(
 ) -> tuple[StreamsManifest, ItemTally]:
     """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
-    writers = [_Writer(work / stream_name(n) if n in chosen else None, buffer) for n in range(num_streams)]
+    writers = [_Writer(work / stream_file(n) if n in chosen else None, buffer) for n in range(num_streams)]
     tally, names, order = ItemTally(), Unique(), list[int]()
     items = usable(source, selection, tally, keep_rejected=True, progress=progress)
     for place, item in enumerate(items):
@@ -158,7 +157,7 @@ def _refuse_other_streams(folder: Path, manifest: StreamsManifest) -> None:
         return
     listed = {entry.name: entry.sha256 for entry in manifest.streams}
     for path in sorted(folder.iterdir()):
-        if STREAM.fullmatch(path.name) and sha256_of(path) != listed.get(path.name):
+        if stream_file_number(path.name) is not None and sha256_of(path) != listed.get(path.name):
             raise DataError(
                 f"{folder} holds streams of another split",
                 expected=f"the {len(listed)} streams of this one",
@@ -195,7 +194,7 @@ def _publish(work: Path, folder: Path, manifest: StreamsManifest, overwrite: boo
     if overwrite:
         listed = {entry.name for entry in manifest.streams}
         for file in folder.iterdir():
-            if STREAM.fullmatch(file.name) and file.name not in listed:
+            if stream_file_number(file.name) is not None and file.name not in listed:
                 file.unlink()
     if overwrite or not (folder / MANIFEST).is_file():
         open_folder(str(folder)).put(MANIFEST, manifest.to_json())
@@ -230,7 +229,7 @@ class StreamsPlan:
             raise DataError(
                 f"{self.local or self.url} has too few streams",
                 expected=f"{workers}, at least one per worker",
-                found=f"{self.count}, up to {stream_name(self.count - 1)}" if self.count else f"no {stream_name(0)}",
+                found=f"{self.count}, up to {stream_file(self.count - 1)}" if self.count else f"no {stream_file(0)}",
                 fix="deploy fewer workers, or split the dataset again with --num-streams and another --gcs-prefix",
             )
 
@@ -341,7 +340,7 @@ def prepare_streams(dataset: str, url: str, count: int, *, data: DataSpec, log: 
 
 def _count(url: str) -> int:
     """Return the number of streams, counted from 0 without a gap, if no ``streams.json`` says it."""
-    numbers = {int(found[1]) for info in open_folder(url).list() if (found := STREAM.fullmatch(info.key))}
+    numbers = list_streams(open_folder(url))
     return next(number for number in range(len(numbers) + 1) if number not in numbers)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
 from spile.data.lines import Line, PartReader, StreamFile, head_hash
-from spile.data.manifest import MANIFEST, check_stream, stream_name
+from spile.data.manifest import MANIFEST, check_stream
 from spile.data.prompts import Draft, Drafter, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.sources import open_input
@@ -23,7 +23,7 @@ from spile.errors import DataError, SpecError, SpileError
 from spile.objects.folder import iterate_ahead
 from spile.spec.identity import IN_TURN, StreamIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec, PromptSpec
+from spile.spec.run import DataSpec, PromptSpec, stream_file
 from spile.spec.sample import BAD_ROW, Part, Sample, Skip
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
@@ -299,7 +299,7 @@ def _split_of(
         split = check_stream(file.name, manifest, sha256, file.location, spec.expect_split)
     if spec.of_streams is not None:
         return spec.of_streams, IN_TURN if file.revision is None else f"{IN_TURN} of {file.revision}"
-    if split is None or file.name != stream_name(spec.worker_id):
+    if split is None or file.name != stream_file(spec.worker_id):
         return None, None  # a file under another number: the split's other streams are unknown
     return len(split.streams), split.digest()
 

@@ -40,9 +40,10 @@ from spile.fleet.home import FleetHome, WorkerReport, own_pin
 from spile.fleet.logs import LogKeeper
 from spile.fleet.manage import delete_machine
 from spile.fleet.spec import FleetSpec, Verdict, Worker, owns
-from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
+from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.spec.phase import Phase
 from spile.store.heartbeat import REFERENCE, hide_values, secret_values
+from spile.store.quarantine import Supervision
 from spile.version import __version__
 
 AGAIN = 75
@@ -101,12 +102,12 @@ class Agent:
         self._dollars_before = before.dollars if before is not None else 0.0
         self._price = fleet.price if self.host == 0 else 0.0
         self._report = WorkerReport(self._name(), fleet.deployment, version=__version__)
-        history, launches = AttemptHistory(), LaunchCounter()
+        history, supervision = AttemptHistory(), Supervision.begin()
         while True:
             self._write_report(phase=Phase.STARTING, launches=self._report.launches + 1)
             began = time.monotonic()
-            code, tail, why = self._work(fleet, worker, launches)
-            launches.ended(code)
+            code, tail, why = self._work(fleet, worker, supervision)
+            supervision = supervision.after(code)
             if code == AGAIN or self.stopping.is_set():
                 return AGAIN if code == AGAIN else 0
             if why:
@@ -198,7 +199,7 @@ class Agent:
         self._report = replace(self._report, dollars=cost, **{**changes, **moved})  # type: ignore[arg-type]
         self.home.write_report(self._report)
 
-    def _work(self, fleet: FleetSpec, worker: Worker, launches: LaunchCounter) -> tuple[int, str, str]:
+    def _work(self, fleet: FleetSpec, worker: Worker, supervision: Supervision) -> tuple[int, str, str]:
         """Run the worker to its end.
 
         Returns:
@@ -214,7 +215,7 @@ class Agent:
             # The same process group as the agent, so that the end of the machine's service ends the worker too.
             with subprocess.Popen(  # noqa: S603
                 list(self.command(worker)),
-                env={**os.environ, **given, **launches.environment()},
+                env={**os.environ, **given, **supervision.environment()},
                 stdin=spec,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

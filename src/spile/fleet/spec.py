@@ -14,7 +14,7 @@ import orjson
 from spile.errors import Damaged, SpecError, SpileError, untrusted
 from spile.fleet.provider import Node, NodeRequest, Operation
 from spile.planning.machines import Machine, parse_machine
-from spile.spec.options import at_least
+from spile.spec.options import check_number
 from spile.spec.phase import Phase
 from spile.spec.records import read_record
 
@@ -219,7 +219,7 @@ def plan_workers(zones: tuple[str, ...], workers_per_zone: int, *, prefix: str =
         raise SpecError(
             "--zones", expected="zones, each once, such as us-central1-a,us-central1-b", found=repr(",".join(zones))
         )
-    at_least("--workers-per-zone", workers_per_zone, 1)
+    check_number("--workers-per-zone", workers_per_zone, 1)
     return tuple(
         Worker(place * workers_per_zone + number, f"{prefix}-{zone}-{number}", zone)
         for place, zone in enumerate(zones)

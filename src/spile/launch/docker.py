@@ -16,7 +16,7 @@ from typing import Literal
 from spile.errors import SpecError, UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
-from spile.spec.options import pairs, within
+from spile.spec.options import check_number, pairs
 from spile.version import __version__
 
 Device = Literal["cpu", "cuda", "tpu"]
@@ -53,7 +53,7 @@ class ContainerOptions:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise SpecError("--name", expected="letters, digits, dots and dashes", found=repr(self.name))
-        within("--grace", self.grace, 0, 3600)
+        check_number("--grace", self.grace, 0, 3600)
         for text in self.mount or ():
             if not re.fullmatch(r".+:/[^:]*", text, re.DOTALL):
                 raise SpecError("--mount", expected="FOLDER:/PATH", found=repr(text))

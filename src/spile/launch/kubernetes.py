@@ -28,7 +28,7 @@ from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
-from spile.spec.options import at_least, pairs
+from spile.spec.options import check_number, pairs
 from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -127,8 +127,8 @@ class KubernetesOptions(ClusterOptions):
         super().__post_init__()
         if not self.image or " " in self.image:
             raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
-        at_least("--disk-gb", self.disk_gb, 1)
-        at_least("--keep-hours", self.keep_hours, 0)
+        check_number("--disk-gb", self.disk_gb, 1)
+        check_number("--keep-hours", self.keep_hours, 0)
         if self.gpus and self.topology is not None:
             raise SpecError("two kinds of accelerators", expected="--topology or --gpus", found="both")
         if self.gpu_type is not None and not self.gpus:

@@ -11,7 +11,6 @@ streams running, moves streams away from silent and slow machines, and stops the
 from __future__ import annotations
 
 import secrets
-import signal
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,45 +19,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from spile.data.manifest import STREAM
+from spile.data.manifest import list_streams
 from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.store.heartbeat import SILENCE
-from spile.store.quarantine import VARIABLE, Supervision
+from spile.store.quarantine import STOPPED, Supervision, is_kill
 from spile.store.snapshot import State, StreamView
 
 # -- the policy -------------------------------------------------------------------------------------------------------
 
-_SIGNALS = 128
-_STOPPED = (Interrupted.exit_code, 143)
-"""Exit codes of a worker that was asked to stop: 130, and 143 if SIGTERM came before it could answer."""
 _LONGEST_DOUBLING, _LONGEST_AFTER_KILL = 5, 2
-
-
-def is_kill(code: int | None) -> bool:
-    """Return whether an exit code, 128 + n for signal n, means that something other than a request ended the worker."""
-    return code is not None and code > _SIGNALS and code not in (*_STOPPED, _SIGNALS + signal.SIGHUP)
-
-
-class LaunchCounter:
-    """Tells each launch of a worker how the launches before it ended.
-
-    The worker finds it in its environment (:data:`spile.store.quarantine.VARIABLE`). A supervisor that dies with its
-    machine begins a new count, so the loss of a machine is never taken for a killed worker.
-    """
-
-    def __init__(self) -> None:
-        self._now = Supervision(token=secrets.token_hex(8))
-
-    def ended(self, code: int | None) -> None:
-        if code is not None and is_kill(code):
-            self._now = replace(self._now, kills=self._now.kills + 1, how=f"signal {code - _SIGNALS}")
-        else:
-            self._now = replace(self._now, others=self._now.others + 1, how="")
-
-    def environment(self) -> dict[str, str]:
-        return {VARIABLE: str(self._now)}
 
 
 class RestartAction(Enum):
@@ -137,7 +108,7 @@ class RestartPolicy:
             return Decision(RestartAction.DONE, "done", history)
         if code == UserError.exit_code:
             return Decision(RestartAction.REFUSED, f"exit code {code}", history)
-        if code is None or code in _STOPPED:
+        if code is None or code in STOPPED:
             lost = 0 if committed or seconds >= self.long_attempt else history.losses + 1
             history = replace(history, losses=lost)
             reason = "its machine was lost" if code is None else "it was stopped"
@@ -262,18 +233,14 @@ class Engine(Protocol):
 
 def stream_tasks(dataset_dir: str, words: Callable[[int], tuple[str, ...]]) -> list[StreamTask]:
     """Return one task per ``stream_NNN.jsonl`` in a folder or bucket; ``words`` returns the arguments for a number."""
-    found = []
-    for info in open_folder(dataset_dir).list("stream_"):
-        named = STREAM.fullmatch(info.key)
-        if named is not None:
-            found.append(StreamTask(int(named[1]), words(int(named[1])), info.size))
-    if not found:
+    sizes = list_streams(open_folder(dataset_dir))
+    if not sizes:
         raise DataError(
             f"no stream in {dataset_dir}",
             expected="stream_000.jsonl, stream_001.jsonl, …",
             fix="make them with spile data streams --output-dir DIR, or name one file with --dataset",
         )
-    return found
+    return [StreamTask(number, words(number), size) for number, size in sizes.items()]
 
 
 @contextmanager
@@ -305,7 +272,7 @@ class _Stream:
     state: str = "waiting"
     """``waiting``, ``running``, ``done`` or ``failed``."""
     history: AttemptHistory = field(default_factory=AttemptHistory)
-    launches: LaunchCounter = field(default_factory=LaunchCounter)
+    supervision: Supervision = field(default_factory=Supervision.begin)
     attempts: int = 0
     began: float = 0.0
     not_before: float = 0.0
@@ -437,7 +404,7 @@ class Supervisor:
             stream.state, stream.began, stream.moving = "running", self._clock(), False
             stream.committed_at_start = stream.committed
             stream.attempts += 1
-            env = {**stream.task.env, **stream.launches.environment()}
+            env = {**stream.task.env, **stream.supervision.environment()}
             self.engine.start(replace(stream.task, env=env), stream.avoid)
 
     def _ended(self, end: WorkerEnd) -> None:
@@ -447,9 +414,9 @@ class Supervisor:
         if self._stopping and _is_loss(end):
             stream.state = "waiting"
             return
-        if stream.moving and end.where and end.code in _STOPPED:
+        if stream.moving and end.where and end.code in STOPPED:
             stream.avoid.add(end.where)
-        stream.launches.ended(end.code)
+        stream.supervision = stream.supervision.after(end.code)
         decision = self._policy.decide(
             stream.history,
             end.code,
@@ -473,7 +440,7 @@ class Supervisor:
         if end.code is None:
             cause = f" ({end.cause})" if end.cause else ""
             self._log(f"{label}: its machine{where} was lost{cause}; it continues on another")
-        elif end.code not in _STOPPED and not self._stopping:
+        elif end.code not in STOPPED and not self._stopping:
             fenced = end.code == Fenced.exit_code
             how = decision.reason if fenced else f"its worker{where} ended with {_problem(end, decision)}"
             self._log(f"{label}: {how}; it continues in {decision.pause:g} s")
@@ -501,7 +468,7 @@ class Supervisor:
             if age is not None and SILENCE < age < self._clock() - stream.began:
                 self._log(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
                 self.engine.abandon(number)
-                stream.launches.ended(None)
+                stream.supervision = stream.supervision.after(None)
                 stream.state = "waiting"
                 stream.avoid.update(filter(None, [view.host if view else ""]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")
@@ -530,7 +497,7 @@ def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], wort
 
 
 def _is_loss(end: WorkerEnd) -> bool:
-    return end.code is None or end.code in _STOPPED
+    return end.code is None or end.code in STOPPED
 
 
 def _problem(end: WorkerEnd, decision: Decision) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from spile.errors import SpecError, SpileError, UserError, printable
+from spile.errors import ModelError, SpecError, SpileError, UserError, printable
 from spile.objects import Folder, open_folder
 from spile.reading.blocks import JointBlocks, StoredBlocks
 from spile.reading.readers import ShuffledReaders
@@ -172,30 +172,11 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         """Return the tokenizer, or the error of the first attempt: a hub that does not answer is asked only once."""
         if self._tokenizer is None:
             try:
-                self._tokenizer = self._load_tokenizer()
-            except UserError as error:
-                self._tokenizer = error
+                self._tokenizer = run_tokenizer(self.run, self._model)
+            except SpileError as error:
+                fix = 'name the model of this run: spile.open(root, model="…")'
+                self._tokenizer = UserError(f"no tokenizer for {self.root.url}", found=str(error), fix=fix)
         return self._tokenizer
-
-    def _load_tokenizer(self) -> Tokenizer:
-        from spile.data.tokens import load_tokenizer
-        from spile.models import model_files
-
-        name, revision = (self.run.model, self.run.revision) if self._model is None else (self._model, None)
-        fix = 'name the model of this run: spile.open(root, model="…")'
-        try:
-            files = model_files.find(name, revision, weights=False, read=no_config)
-            found = load_tokenizer(files.tokenizer_folder)
-            wrong = files.tokenizer_hash() != self.run.tokenizer
-        except SpileError as error:
-            raise UserError(
-                f"no tokenizer for {self.root.url}", expected=f"the model {name}", found=str(error), fix=fix
-            ) from error
-        if wrong:
-            raise UserError(
-                f"{name} has another tokenizer than the run", expected=f"hash {self.run.tokenizer}", fix=fix
-            )
-        return found
 
     def decode(self, tokens: int | Iterable[int]) -> str:
         """Return the text of token ids, including special tokens."""
@@ -519,6 +500,23 @@ def stored_tokens(data: DataSpec) -> DataSpec:
         keep=data.keep or dataset.run.keep,
         max_seq_length=max(data.max_seq_length, dataset.run.max_seq_length + answer),
     )
+
+
+def run_tokenizer(run: RunIdentity, model: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a run; ``model`` is where its model is now, if it moved.
+
+    Raises:
+        SpileError: If there is no tokenizer, or it is not the one that the run used.
+    """
+    from spile.data.tokens import load_tokenizer
+    from spile.models.model_files import find
+
+    name, revision = (run.model, run.revision) if model is None else (model, None)
+    files = find(name, revision, weights=False, read=no_config)
+    tokenizer = load_tokenizer(files.tokenizer_folder)
+    if files.tokenizer_hash() != run.tokenizer:
+        raise ModelError(f"the tokenizer of {name} is not the one of the run", expected=f"hash {run.tokenizer}")
+    return tokenizer
 
 
 def no_config(_raw: Mapping[str, Any]) -> Any:

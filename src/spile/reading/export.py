@@ -33,7 +33,7 @@ from spile.objects.local import sync_folder, write_errors
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.rows import context_of
-from spile.spec.options import at_least
+from spile.spec.options import check_number
 from spile.spec.positions import ALL
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Role
@@ -163,7 +163,7 @@ def export_dataset(
     dataset = root if isinstance(root, Dataset) else open_dataset(root)
     chosen = _chosen_taps(dataset, taps)
     if to == "saelens":
-        at_least("--context-size", context_size, 1)
+        check_number("--context-size", context_size, 1)
         if len(chosen) != 1:
             raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
     number = "float32" if to == "saelens" else dtype or known[-1 if drafts else 0]

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from spile.errors import SpecError
 
 CommandName = Literal["extract", "infer"]
-Group = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
+FlagGroup = Literal["Model", "Data", "Taps", "Prompts", "Answers", "Output", "Batching (does not change the numbers)"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Option:
     """
 
     help: str
-    group: Group
+    group: FlagGroup
     name: str = ""
     identity: bool = False
     common: tuple[CommandName, ...] = ()
@@ -50,7 +50,7 @@ OPTION = "option"
 """The key of a field's metadata under which its :class:`Option` is found."""
 
 
-def option(group: Group, value: Any, text: str, **more: Any) -> Any:
+def option(group: FlagGroup, value: Any, text: str, **more: Any) -> Any:
     """Return a dataclass field with a default and its :class:`Option`."""
     return field(default=value, metadata={OPTION: Option(text, group, **more)})
 
@@ -78,7 +78,7 @@ def check_options(spec: Any) -> None:
         if choices and value not in choices:
             raise SpecError(flag, expected=f"one of {', '.join(choices)}", found=repr(value))
         if limits is not None:
-            within(flag, value, *limits)
+            check_number(flag, value, *limits)
 
 
 @cache
@@ -94,16 +94,11 @@ def _restricted_fields(kind: type) -> list[tuple[str, str, tuple[str, ...], tupl
     return found
 
 
-def at_least(flag: str, value: float | None, least: int) -> None:
-    """Raise an error unless the value is None or a finite number that is not below ``least``."""
-    if value is not None and not least <= value < math.inf:
-        raise SpecError(flag, expected=f"{least} or more", found=str(value))
-
-
-def within(flag: str, value: float | None, low: float, high: float) -> None:
-    """Raise an error unless the value is None or in this range."""
-    if value is not None and not (low <= value <= high and (isinstance(value, int) or math.isfinite(value))):
-        raise SpecError(flag, expected=f"from {low:,} to {high:,}", found=f"{value:,}")
+def check_number(flag: str, value: float | None, low: float, high: float = math.inf) -> None:
+    """Raise an error unless the value is None or a finite number from ``low`` to ``high``."""
+    if value is not None and not (low <= value <= high and value < math.inf):
+        expected = f"{low:,} or more" if high == math.inf else f"from {low:,} to {high:,}"
+        raise SpecError(flag, expected=expected, found=f"{value:,}")
 
 
 def checked(hint: Any, value: Any, problem: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
-from spile.spec.options import OPTION, CommandName, Option, check_options, checked, names, option, toml, within
+from spile.spec.options import OPTION, CommandName, Option, check_number, check_options, checked, names, option, toml
 from spile.spec.positions import ALL, ANSWER, MEAN, check_positions, refuse_mean_of_ids
 from spile.spec.taps import (
     ATTENTION_TOP,
@@ -46,8 +46,19 @@ DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 EVERY_FIELD = "*"
 """The value of ``keep`` that stands for all short scalar fields of each row."""
 
-STREAM_FILE = re.compile(r"(?:.*/)?stream_(\d{3,})\.jsonl", re.ASCII)
-"""The file name of one stream of a split dataset."""
+_STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
+
+
+def stream_file(number: int) -> str:
+    """Return the file name of a stream of a split dataset, such as ``stream_005.jsonl``."""
+    return f"stream_{number:03d}.jsonl"
+
+
+def stream_file_number(path: str) -> int | None:
+    """Return the number of a stream from the path of its file; None if the path has another name."""
+    match = _STREAM_FILE.fullmatch(path.rpartition("/")[2])
+    return None if match is None else int(match[1])
+
 
 PromptKind = Literal["auto", "arc", "chat", "text", "tokens"]
 PromptVersion = Literal[
@@ -181,7 +192,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         check_options(self)
-        within("of_streams", self.of_streams, self.worker_id + 1, 100_000)
+        check_number("of_streams", self.of_streams, self.worker_id + 1, 100_000)
         if self.bad_rows == "skip" and self.prompt.pack:
             raise SpecError("--bad-rows skip", expected="one sample per row", found="--pack")
         if not all(self.keep) or len(set(self.keep)) != len(self.keep):
@@ -207,7 +218,7 @@ class DataSpec:
         """The location of the stream's file."""
         if self.dataset_dir is None:
             return self.dataset
-        return f"{self.dataset_dir.rstrip('/')}/stream_{self.worker_id:03d}.jsonl"
+        return f"{self.dataset_dir.rstrip('/')}/{stream_file(self.worker_id)}"
 
 
 @dataclass(frozen=True)
@@ -557,8 +568,8 @@ def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "
             raise SpecError(f"--{name.replace('_', '-')}", expected="a name or a path", found="an empty text")
         parts[each.path[:-1]][each.path[-1]] = each.convert(value, source)
     own = parts[("data",)]
-    if "worker_id" not in own and "dataset_dir" not in own and (named := STREAM_FILE.fullmatch(own.get("dataset", ""))):
-        own["worker_id"] = int(named[1])
+    if "worker_id" not in own and "dataset_dir" not in own:
+        own["worker_id"] = stream_file_number(own.get("dataset", "")) or 0
     data = DataSpec(**own, prompt=PromptSpec(**parts[("data", "prompt")]))
     generation = GenerationSpec(**parts[("generation",)]) if infer else None
     return RunSpec(**parts[()], data=data, generation=generation)

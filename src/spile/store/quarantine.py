@@ -18,10 +18,13 @@ Before a sample is tried alone, the worker computes a sample that is already sto
 from __future__ import annotations
 
 import json
+import secrets
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spile.errors import Interrupted
 from spile.objects.folder import Folder
 from spile.spec.ranges import Ranges
 from spile.spec.records import read_record
@@ -45,14 +48,42 @@ MOST_QUARANTINED = 16
 _EVERYTHING = Ranges([(0, 1 << 53)])
 
 
+STOPPED = (Interrupted.exit_code, 143)
+"""Exit codes of a worker that was asked to stop: 130, and 143 if SIGTERM came before it could answer."""
+_SIGNALS = 128
+
+
+def is_kill(code: int | None) -> bool:
+    """Return whether an exit code, 128 + n for signal n, means that something other than a request ended the worker."""
+    return code is not None and code > _SIGNALS and code not in (*STOPPED, _SIGNALS + signal.SIGHUP)
+
+
 @dataclass(frozen=True)
 class Supervision:
-    """What the supervisor says about earlier launches of this worker."""
+    """What a supervisor tells a worker about the earlier launches of this worker."""
 
     token: str = ""
     kills: int = 0
     others: int = 0
     how: str = ""
+
+    @classmethod
+    def begin(cls) -> Supervision:
+        """Return the message for the first launch.
+
+        A supervisor that dies with its machine begins again, so the loss of a machine is never taken for a kill.
+        """
+        return cls(token=secrets.token_hex(8))
+
+    def after(self, code: int | None) -> Supervision:
+        """Return the message for the next launch. ``code``: the exit code of the last one; None if it was lost."""
+        if code is not None and is_kill(code):
+            return replace(self, kills=self.kills + 1, how=f"signal {code - _SIGNALS}")
+        return replace(self, others=self.others + 1, how="")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable for the next launch, which :meth:`from_environment` reads."""
+        return {VARIABLE: f"{self.token}:{self.kills}:{self.others}:{self.how}"}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Supervision:
@@ -63,9 +94,6 @@ class Supervision:
             return cls(token, int(kills or 0), int(others or 0), how) if token else cls()
         except ValueError:
             return cls()
-
-    def __str__(self) -> str:
-        return f"{self.token}:{self.kills}:{self.others}:{self.how}"
 
     @property
     def launch(self) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from spile.data.manifest import STREAM, read_manifest
+from spile.data.manifest import list_streams, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.run import DataSpec
@@ -144,8 +144,7 @@ def _planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
     if manifest is not None:
         found = {number: _plan(data, entry.samples) for number, entry in enumerate(manifest.streams)}
     else:
-        files = ((STREAM.fullmatch(info.key), info.size) for info in folder.list("stream_"))
-        found = {int(match[1]): PlannedStream(size, None) for match, size in files if match is not None}
+        found = {number: PlannedStream(size, None) for number, size in list_streams(folder).items()}
     if not found:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
     return found

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.launch.supervisor import AttemptHistory, LaunchCounter, RestartAction, RestartPolicy
+from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.store.layout import SUSPECTS
@@ -95,19 +95,19 @@ def test_exactly_the_poisoned_samples_are_quarantined(
     rng = random.Random(seed)
     chosen = frozenset(rng.sample(range(samples), min(poisoned, samples - 1)))
     stream = Stream(samples, chosen, rng, rng.choice([1, 16, 256]), disruptions=disruptions)
-    launches, policy, history = LaunchCounter(), RestartPolicy(), AttemptHistory()
+    supervision, policy, history = Supervision.begin(), RestartPolicy(), AttemptHistory()
     for _ in range(4000):
         stored = len(stream.stored)
-        code = stream.attempt(launches.environment())
+        code = stream.attempt(supervision.environment())
         decision = policy.decide(history, code, seconds=1.0, committed=len(stream.stored) > stored)
         history = decision.history
         if code == 0:
             break
         if not disruptions:
             assert decision.action is RestartAction.RESTART, decision.reason
-        launches.ended(code)
+        supervision = supervision.after(code)
         if code is None:
-            launches = LaunchCounter()  # The supervisor was on that machine.
+            supervision = Supervision.begin()  # The supervisor was on that machine.
         if stream.disruptions and rng.random() < 0.02:
             stream.disruptions = 0.0
     else:
@@ -122,11 +122,11 @@ def test_a_broken_machine_quarantines_nothing(seed: int, samples: int) -> None:
     """Everything is computed well, then every batch kills the worker, then the machine is repaired."""
     rng = random.Random(seed)
     stream = Stream(samples, frozenset({rng.randrange(samples)}), rng, 16)
-    launches = LaunchCounter()
+    supervision = Supervision.begin()
     for broken in (False, True, False):
         stream.broken = broken
         for _ in range(rng.randint(1, 12)):
-            launches.ended(stream.attempt(launches.environment()))
+            supervision = supervision.after(stream.attempt(supervision.environment()))
             assert set(stream.quarantined) <= stream.poisoned
 
 
@@ -172,14 +172,14 @@ def test_who_is_blamed() -> None:
 
 
 def test_the_supervisors_message(tmp_path) -> None:
-    launches = LaunchCounter()
-    first = Supervision.from_environment(launches.environment())
-    launches.ended(139)
-    second = Supervision.from_environment(launches.environment())
+    supervision = Supervision.begin()
+    first = Supervision.from_environment(supervision.environment())
+    supervision = supervision.after(139)
+    second = Supervision.from_environment(supervision.environment())
     assert (second.killed_launch, second.cause) == (first.launch, "worker killed by signal 11")
     for code in (1, 143, 130, 129, None):
-        launches.ended(code)
-    third = Supervision.from_environment(launches.environment())
+        supervision = supervision.after(code)
+    third = Supervision.from_environment(supervision.environment())
     assert (third.kills, third.others, third.how, third.killed_launch) == (1, 5, "", "")
     for text in ("", "x", "t:1", "t:a:b:c", ":1:2:"):
         assert Supervision.from_environment({VARIABLE: text}) == Supervision()

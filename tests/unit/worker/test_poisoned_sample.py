@@ -16,12 +16,11 @@ from crash.whole import assert_rows
 from spile.data import lines as lines_module
 from spile.data import stream as stream_module
 from spile.errors import Failure, StoreError
-from spile.launch.supervisor import LaunchCounter
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
-from spile.store.quarantine import VARIABLE, Trials, read_trials, write_trials
+from spile.store.quarantine import VARIABLE, Supervision, Trials, read_trials, write_trials
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from spile.store.verification import verify
@@ -138,15 +137,15 @@ def test_the_samples_that_kill_workers_are_quarantined(
 ) -> None:
     rng = random.Random(seed)
     poison = dict.fromkeys(rng.sample([n for n in range(COUNT) if n % 17 != 5], 1 + seed % 2), "kill")
-    launches, kills = LaunchCounter(), 0
+    supervision, kills = Supervision.begin(), 0
     while True:
-        monkeypatch.setenv(VARIABLE, launches.environment()[VARIABLE])
+        monkeypatch.setenv(VARIABLE, supervision.environment()[VARIABLE])
         try:
             finished, stream, said = attempt(tmp_path, poison)
             break
         except Killed:
             kills += 1
-            launches.ended(137)
+            supervision = supervision.after(137)
     assert finished
     assert kills <= 5 * len(poison)
     assert_whole(tmp_path, poison)
@@ -201,12 +200,12 @@ def test_a_device_without_room_for_anything_is_an_error_and_no_samples_fault(tmp
 
 
 def test_a_machine_that_kills_every_worker_quarantines_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = LaunchCounter()
+    supervision = Supervision.begin()
     for number in range(14):
-        monkeypatch.setenv(VARIABLE, launches.environment()[VARIABLE])
+        monkeypatch.setenv(VARIABLE, supervision.environment()[VARIABLE])
         with pytest.raises(Killed):
             attempt(tmp_path, {40: "kill"}, broken=number > 3)
-        launches.ended(137)
+        supervision = supervision.after(137)
     assert not verify(str(tmp_path)).quarantined
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(Killed):
