@@ -1,4 +1,4 @@
-"""JAX's coordination service: barriers, and a directory of keys and values, over one gRPC connection to worker 0.
+"""JAX's coordination service: a directory of keys and values that all processes share, over gRPC to worker 0.
 
 This is the only module that touches it, because JAX has no public interface; a test fails if a new JAX moves it. JAX's
 own ``initialize`` is not used: it would run the service inside process 0, whose death would abort the other processes
@@ -79,12 +79,12 @@ class Service:
 class Coordination:
     """A connection to the service."""
 
-    def __init__(self, client: Any, identity: Identity, scope: str = "") -> None:
-        self._client, self.identity, self._scope = client, identity, scope
+    def __init__(self, client: Any, scope: str = "") -> None:
+        self._client, self._scope = client, scope
 
     def scoped(self, name: str) -> Coordination:
         """Return the same connection with separate key names, so that a second run does not see those of the first."""
-        return Coordination(self._client, self.identity, f"{name}/")
+        return Coordination(self._client, f"{name}/")
 
     @classmethod
     def connect(cls, address: str, identity: Identity, *, timeout: float) -> Coordination:
@@ -109,7 +109,7 @@ class Coordination:
         state = distributed.global_state
         state.client, state.coordinator_address = client, address
         state.process_id, state.num_processes = identity.process, identity.count
-        return cls(client, identity)
+        return cls(client)
 
     def close(self) -> None:
         """Disconnect without ending the other processes."""
@@ -117,8 +117,6 @@ class Coordination:
 
         self._client.shutdown()
         distributed.global_state.client = None
-
-    # -- keys and values ------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: str) -> None:
         self._client.key_value_set(self._scope + key, value, allow_overwrite=True)
@@ -147,39 +145,6 @@ class Coordination:
 
     def delete(self, key: str) -> None:
         self._client.key_value_delete(self._scope + key)
-
-    # -- barriers -------------------------------------------------------------------------------------------------
-
-    def barrier(self, name: str, timeout: float) -> None:
-        """Wait for all processes; :class:`PodError` names the missing ones and what they reported last."""
-        import jax
-
-        self.put(f"at/{name}/{self.identity.process}", "here")
-        try:
-            run_interruptibly(lambda: self._client.wait_at_barrier(self._scope + name, max(1, int(timeout * 1000))))
-        except jax.errors.JaxRuntimeError as error:
-            late = self._late_error(name, timeout)
-            if late is None:
-                raise
-            raise late from error
-
-    def _late_error(self, name: str, timeout: float) -> PodError | None:
-        here = {int(process) for process in self.entries(f"at/{name}")}
-        missing = [process for process in range(self.identity.count) if process not in here]
-        if not missing:
-            return None
-        alive = Coordination(self._client, self.identity).entries("alive")
-        reports = {process: alive.get(str(process), "").partition("\t")[2] for process in range(self.identity.count)}
-        named = "; ".join(
-            f"{self.identity.host(process)}, last reported: {reports[process] or 'nothing'}" for process in missing
-        )
-        others = sorted({reports[process] for process in here if reports[process]})
-        reached = f" (the others: {', '.join(others)})" if others else ""
-        return PodError(
-            f"{len(missing)} of {self.identity.count} workers did not come to the barrier '{name}' "
-            f"within {timeout:g} s: {named}{reached}",
-            fix="see those hosts' logs, then run the same command again",
-        )
 
 
 # -- the service's own process ----------------------------------------------------------------------------------------

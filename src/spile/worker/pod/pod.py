@@ -103,8 +103,8 @@ def end_process(line: str, code: int = 1) -> None:
 class PodWatch:
     """Two threads: one sends heartbeats and reads those of the others, one notices if the service hangs."""
 
-    def __init__(self, coordination: Coordination, *, timeout: float) -> None:
-        self._coordination, self._identity, self._timeout = coordination, coordination.identity, timeout
+    def __init__(self, coordination: Coordination, identity: Identity, timeout: float) -> None:
+        self._coordination, self._identity, self._timeout = coordination, identity, timeout
         self._every = min(1.0, timeout / 4)
         self._report = "joined"
         self._seen: dict[int, tuple[str, float]] = {}
@@ -122,6 +122,11 @@ class PodWatch:
         """Set what this process does now; the others print it if this process dies."""
         self._report = " ".join(text.split())
         self._news.set()
+
+    def reports(self) -> dict[int, str]:
+        """Return what each process reported last."""
+        alive = self._coordination.entries("alive")
+        return {process: _reported(alive.get(str(process), "")) for process in range(self._identity.count)}
 
     def stop(self) -> None:
         """Stop watching: the other processes may leave."""
@@ -157,11 +162,8 @@ class PodWatch:
             if last != beat:
                 self._seen[process] = beat, self._answered
             elif self._answered - since > self._timeout and not me:
-                report = beat.partition("\t")[2] or "nothing"
-                line = (
-                    f"{host} died or was cut off: no sign of life for {self._timeout:g} s; it last reported: {report}"
-                )
-                self._end(f"{line}; {_NEXT}", _lost_host_code())
+                lost = f"{host} died or was cut off: no sign of life for {self._timeout:g} s"
+                self._end(f"{lost}; it last reported: {_reported(beat)}; {_NEXT}", _lost_host_code())
 
     def _guard(self) -> None:
         """Notice from another thread that a call to the service hangs because its host is gone."""
@@ -178,6 +180,10 @@ class PodWatch:
             end_process(line, code)
 
 
+def _reported(heartbeat: str) -> str:
+    return heartbeat.partition("\t")[2] or "nothing"
+
+
 # -- verdicts and commits ---------------------------------------------------------------------------------------------
 
 _AHEAD = 4
@@ -192,6 +198,8 @@ class PodControl(Control):
     def __init__(self, pod: Pod, local: Control) -> None:
         self._pod, self._local = pod, local
         self._number = 0
+        self._asked: dict[int, list[str]] = {}
+        """The step that each other host asked about last, and ``stop`` if it got a signal."""
 
     def verdict(self) -> Verdict:
         """Return the verdict of the next step. Every host asks once before each step."""
@@ -204,39 +212,33 @@ class PodControl(Control):
         if self._local.stopping():
             return True
         if self._pod.identity.first:
-            return any("stop" in words for words in self._asked().values())
+            self._asked = self._read_asked()
+            return self._stop_requested()
         return self._pod.coordination.entries("verdict").get(f"{self._number + 1}") == "stop"
 
     def committed(self) -> None:
         self._local.committed()
 
     def _decide(self, mine: Verdict) -> Verdict:
-        verdict: Verdict = "stop" if self._wait_for_others() else mine
+        if late := self._pod.wait_while(self._behind, self._pod.times.barrier):
+            raise self._pod.late_error(late, f"come to batch {self._number - _AHEAD}")
+        verdict: Verdict = "stop" if self._stop_requested() else mine
         self._pod.coordination.put(f"verdict/{self._number}", verdict)
         if self._number > _KEPT:
             self._pod.coordination.delete(f"verdict/{self._number - _KEPT}")
         return verdict
 
-    def _wait_for_others(self) -> bool:
-        """Wait until no other host is too far behind; return whether one of them got a signal."""
-        until = time.monotonic() + self._pod.times.barrier
-        pause = 0.001
-        while True:
-            asked = self._asked()
-            behind = [
-                process
-                for process in range(1, self._pod.identity.count)
-                if int(asked.get(process, ["0"])[0]) < self._number - _AHEAD
-            ]
-            if not behind:
-                return any("stop" in words for words in asked.values())
-            if time.monotonic() > until:
-                raise self._pod.late_error(behind, f"come to batch {self._number - _AHEAD}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+    def _behind(self) -> list[int]:
+        """Return the hosts that are too far behind this one."""
+        self._asked = self._read_asked()
+        least = self._number - _AHEAD
+        return [each for each in range(1, self._pod.identity.count) if int(self._asked.get(each, ["0"])[0]) < least]
 
-    def _asked(self) -> dict[int, list[str]]:
+    def _read_asked(self) -> dict[int, list[str]]:
         return {int(process): text.split() for process, text in self._pod.coordination.entries("asked").items()}
+
+    def _stop_requested(self) -> bool:
+        return any("stop" in words for words in self._asked.values())
 
     def _ask(self, mine: Verdict) -> Verdict:
         wish = " stop" if mine == "stop" else ""
@@ -331,8 +333,30 @@ class Pod(WorkerGroup):
 
     def barrier(self, name: str) -> None:
         self.report(f"waiting at barrier '{name}'")
-        self.coordination.barrier(name, self.times.barrier)
+        self.coordination.put(f"at/{name}/{self.identity.process}", "")
+        if missing := self.wait_while(lambda: self._absent(f"at/{name}"), self.times.barrier):
+            reports = self._watch.reports()
+            named = "; ".join(f"{self.identity.host(each)}, last reported: {reports[each]}" for each in missing)
+            others = sorted({reports[each] for each in range(self.identity.count) if each not in missing})
+            raise PodError(
+                f"{len(missing)} of {self.identity.count} workers did not come to the barrier '{name}' "
+                f"within {self.times.barrier:g} s: {named} (the others: {', '.join(others)})",
+                fix="see those hosts' logs, then run the same command again",
+            )
         self.report(f"past barrier '{name}'")
+
+    def wait_while(self, late: Callable[[], list[int]], timeout: float) -> list[int]:
+        """Wait until no process is late; return those that still are after ``timeout`` seconds."""
+        until, pause = time.monotonic() + timeout, 0.001
+        while (processes := late()) and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return processes
+
+    def _absent(self, folder: str) -> list[int]:
+        """Return the processes that have not put a value under their number into a folder."""
+        present = self.coordination.entries(folder)
+        return [process for process in range(self.identity.count) if str(process) not in present]
 
     def agree(self, name: str, value: T | None = None) -> T:
         if self.first:
@@ -378,9 +402,7 @@ class Pod(WorkerGroup):
         self._watch.stop()
         self.coordination.put(f"left/{self.identity.process}", "")
         if self._service is not None:
-            until = time.monotonic() + self.times.heartbeat
-            while len(self.coordination.entries("left")) < self.identity.count and time.monotonic() < until:
-                time.sleep(0.02)
+            self.wait_while(lambda: self._absent("left"), self.times.heartbeat)
         self.coordination.close()
         if self._service is not None:
             self._service.release()
@@ -447,7 +469,7 @@ def _join(identity: Identity, times: PodTimes, log: Line) -> Pod:
     with roll.guarded(end_process, times.roll_call):
         # Longer than our own timeout: JAX would abort all processes without naming the missing one.
         coordination = Coordination.connect(roll.service, identity, timeout=2 * times.roll_call + 60)
-    watch = PodWatch(coordination, timeout=times.heartbeat)
+    watch = PodWatch(coordination, identity, times.heartbeat)
     return Pod(identity, coordination, watch, service, times)
 
 
