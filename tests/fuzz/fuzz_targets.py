@@ -75,7 +75,7 @@ from spile.store.stream import read_stream
 from spile.store.streams import finished_quarantines
 from spile.store.verification import verify
 from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import Peer, Roll
+from spile.worker.pod.rollcall import Callers, Peer
 from spile.worker.resolve import add_stop_tokens
 from world import produce, run_identity
 
@@ -279,7 +279,7 @@ class Targets:
             with theirs:
                 theirs.sendall(data[:50_000])  # what a socket holds without a reader
             peer = Peer(ours)
-            Roll(identity).receive(peer)
+            Callers(identity).receive(peer)
             peer.close()
 
         return output, read

@@ -64,7 +64,7 @@ def test_all_come_in_any_order() -> None:
     for roll in results.values():
         assert isinstance(roll, RollCall)
         assert roll.service == "1.2.3.4:5"
-        assert [name.split(",")[0] for name in roll.names] == ["host-0", "host-1", "host-2", "host-3"]
+        assert [name.split(",")[0] for name in roll.identity.hosts] == ["host-0", "host-1", "host-2", "host-3"]
 
 
 def test_every_missing_host_is_named_to_everyone() -> None:

@@ -464,13 +464,12 @@ def _join(identity: Identity, times: PodTimes, log: Line) -> Pod:
     else:
         log(waiting)
         roll = answer_roll_call(identity, timeout=times.roll_call)
-    identity = replace(identity, hosts=identity.hosts or roll.names)
     log("✓ Synchronized! Starting JAX init...")
     with roll.guarded(end_process, times.roll_call):
         # Longer than our own timeout: JAX would abort all processes without naming the missing one.
-        coordination = Coordination.connect(roll.service, identity, timeout=2 * times.roll_call + 60)
-    watch = PodWatch(coordination, identity, times.heartbeat)
-    return Pod(identity, coordination, watch, service, times)
+        coordination = Coordination.connect(roll.service, roll.identity, timeout=2 * times.roll_call + 60)
+    watch = PodWatch(coordination, roll.identity, times.heartbeat)
+    return Pod(roll.identity, coordination, watch, service, times)
 
 
 # -- spile pod check ---------------------------------------------------------------------------------------------------

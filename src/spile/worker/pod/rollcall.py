@@ -74,9 +74,10 @@ class RollCall:
     """A complete roll call, whose connections reveal if a host dies before JAX has started on all hosts."""
 
     def __init__(self, identity: Identity, peers: Mapping[int, Peer], service: str, names: tuple[str, ...]) -> None:
-        self.service, self.names = service, names
-        """The address of the coordination service, and the host names of all processes, in order."""
-        self._identity = replace(identity, hosts=identity.hosts or names)
+        self.service = service
+        """The address of the coordination service."""
+        self.identity = replace(identity, hosts=identity.hosts or names)
+        """The identity of this process, with the names of all hosts."""
         self._peers = peers
         self._over = threading.Event()
 
@@ -91,20 +92,20 @@ class RollCall:
             thread.start()
         try:
             yield
-            if not self._identity.first:
+            if not self.identity.first:
                 self._send({"connected": True})
             for thread in threads:
                 thread.join()
-            if self._identity.first:  # all are connected
+            if self.identity.first:  # all are connected
                 self._send({"connected": True})
         finally:
             self.close()
 
     def _watch(self, number: int, peer: Peer, end: Line, timeout: float) -> None:
         """Wait until a process reports that it is connected, or worker 0 that all are."""
-        problem = f"{self._identity.host(number)} died between the roll call and JAX's start"
+        problem = f"{self.identity.host(number)} died between the roll call and JAX's start"
         try:
-            message = peer.receive(problem, timeout if self._identity.first else timeout + _MINUTE)
+            message = peer.receive(problem, timeout if self.identity.first else timeout + _MINUTE)
         except PodError as error:
             message = {"error": str(error)}
         if "error" in message and not self._over.is_set():
@@ -126,14 +127,14 @@ class RollCall:
 # -- worker 0 ---------------------------------------------------------------------------------------------------------
 
 
-class Roll:
+class Callers:
     """The processes that have called worker 0."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.present: dict[int, Peer] = {}
-        self.wrong = ""
-        """What is wrong with a process that has called."""
+        self.problem = ""
+        """What is wrong with one of the callers."""
         self._ignored = 0
         self._lock = threading.Lock()
 
@@ -142,12 +143,12 @@ class Roll:
         try:
             call = peer.receive("invalid call", _MINUTE)
             with self._lock:
-                self.wrong = self.wrong or self._enter(call, peer)
+                self.problem = self.problem or self._check(call, peer)
         except Exception:  # noqa: BLE001 - a caller may send anything: a port scanner must not end a run
             self._ignored += 1
             peer.close()
 
-    def _enter(self, call: Mapping[str, Any], peer: Peer) -> str:
+    def _check(self, call: Mapping[str, Any], peer: Peer) -> str:
         """Check a call and add the process; return what is wrong with it. An exception means that it is no worker."""
         process, count, name, version = int(call["process"]), int(call["count"]), call["name"], call["version"]
         if not isinstance(name, str) or not isinstance(version, str):
@@ -181,11 +182,11 @@ class Roll:
                 if number not in self.present or self.present[number].left()
             ]
 
-    def absent(self, timeout: float) -> str:
-        """Return the error for missing processes, or an empty text."""
+    def error(self, timeout: float) -> str:
+        """Return what is wrong with a caller, or which processes are missing; an empty text if all is well."""
         missing = self.missing()
-        if not missing:
-            return ""
+        if self.problem or not missing:
+            return self.problem
         named = ", ".join(self.identity.host(number) for number in missing)
         ignored = f" ({self._ignored} callers were not spile workers)" if self._ignored else ""
         return (
@@ -198,30 +199,30 @@ def hold_roll_call(
     identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
 ) -> RollCall:
     """Run the roll call on worker 0: wait for all processes, then start the service and send its address."""
-    roll, until, callers = Roll(identity), time.monotonic() + timeout, list[Peer]()
+    callers, until, peers = Callers(identity), time.monotonic() + timeout, list[Peer]()
     with _listen(identity) as listener:
         ready(f"Barrier server ready on port {listener.getsockname()[1]}")
         listener.settimeout(_ACCEPT_SECONDS)
-        while roll.missing() and not roll.wrong and time.monotonic() < until:
+        while callers.missing() and not callers.problem and time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
-                callers.append(Peer(listener.accept()[0]))
-                threading.Thread(target=roll.receive, args=(callers[-1],), daemon=True).start()
+                peers.append(Peer(listener.accept()[0]))
+                threading.Thread(target=callers.receive, args=(peers[-1],), daemon=True).start()
     try:
-        if wrong := roll.wrong or roll.absent(timeout):
-            raise PodError(wrong)
-        names = (identity.name, *(roll.present[number].name for number in range(1, identity.count)))
+        if problem := callers.error(timeout):
+            raise PodError(problem)
+        names = (identity.name, *(callers.present[number].name for number in range(1, identity.count)))
         answer: dict[str, Any] = {"service": serve(), "names": names}
     except PodError as error:
-        for peer in callers:
+        for peer in peers:
             peer.send({"error": str(error)})
             peer.close()
         raise
-    for peer in callers:
-        if peer in roll.present.values():
+    for peer in peers:
+        if peer in callers.present.values():
             peer.send(answer)
         else:
             peer.close()
-    return RollCall(identity, roll.present, answer["service"], names)
+    return RollCall(identity, callers.present, answer["service"], names)
 
 
 def _listen(identity: Identity) -> socket.socket:
