@@ -130,6 +130,8 @@ def _fields(kind: type) -> Iterator[str]:
     yield "| field | type | default | |"
     yield "|---|---|---|---|"
     for part in dataclasses.fields(kind):
+        if part.name.startswith("_"):
+            continue
         kind_of = str(part.type).replace("|", "\\|")
         yield f"| `{part.name}` | `{kind_of}` | {_default(part)} | {words.get(part.name, '')} |"
 

@@ -21,7 +21,7 @@ from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpecError, naming
 from spile.models.decoder import Edit, TokenInfo
 from spile.models.model_files import ModelFiles
-from spile.models.params import LayerRun, Params, choose_runs
+from spile.models.params import Params, choose_runs
 from spile.models.weights import load
 from spile.reading.rows import SampleRef, column
 from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
@@ -56,6 +56,8 @@ _Array = npt.NDArray[Any]
 
 EditFunction = Callable[..., Any]
 """Changes a tap: ``edit(rows)`` or ``edit(rows, info)`` returns the new rows ``[tokens, width]``, in JAX."""
+MakeProducer = Callable[[tuple[Tap, ...], Sequence[tuple[Tap, Edit]]], Producer]
+"""Returns a producer with the weights of the model for some taps and edits."""
 
 
 class TapOptions(TypedDict, total=False):
@@ -162,6 +164,7 @@ class Model:
     tokenizer: Tokenizer
     weights: Any
     """The parameters in JAX, or a replica of the module per device in PyTorch."""
+    _make_producer: MakeProducer
     _producers: dict[tuple[Tap, ...], Producer] = field(default_factory=dict)
     _edited: tuple[object, Producer] | None = None
     """The edits and taps of the last call of :meth:`run` with edits, and its program."""
@@ -272,7 +275,7 @@ class Model:
         taps = self._computed_taps(wanted)
         producer = self._edited_producer(taps, edits) if edits else self._producers.get(taps)
         if producer is None:
-            producer = self._producers[taps] = self._producer(taps)
+            producer = self._producers[taps] = self._make_producer(taps, ())
         found: dict[int, dict[str, _Array]] = {}
         for batch in batches(samples, self._plan(samples, taps, producer.groups)):
             for index, rows in rows_by_sample(batch, producer.fetch(producer.start(batch))).items():
@@ -285,7 +288,7 @@ class Model:
         """Return the producer of the last call if it had the same edits: new functions are a new program."""
         if self._edited is None or self._edited[0] != (taps, edits):
             bound = [(tap, _checked_edit(tap, function)) for tap, function in edits]
-            self._edited = (taps, edits), self._producer(taps, bound)
+            self._edited = (taps, edits), self._make_producer(taps, bound)
         return self._edited[1]
 
     def _computed_taps(self, wanted: Sequence[Tap]) -> tuple[Tap, ...]:
@@ -314,32 +317,9 @@ class Model:
         longest = max(map(len, samples), default=1)
         return Sizes(tokens, None, longest, groups=groups, shortest_row=_LEAST_TOKENS)
 
-    def _producer(self, taps: tuple[Tap, ...], edits: Sequence[tuple[Tap, Edit]] = ()) -> Producer:
-        dtype = self.spec.dtype
-        if self.spec.backend == "torch":
-            return TorchProducer(self.weights, taps, store_dtype="float32", dtype=dtype, most_tokens=_MOST_TOKENS)
-        placed: _PlacedWeights = self.weights
-        return DeviceProducer(
-            placed.params,
-            self.files.config,
-            taps,
-            store_dtype="float32",
-            mesh=placed.mesh,
-            dtype=dtype,
-            runs=placed.runs,
-            edits=edits,
-        )
-
     def __repr__(self) -> str:
         config = self.files.config
         return f"<model {self.name}: {config.n_layers} layers of {config.d_model}, {self.spec.dtype}>"
-
-
-@dataclass(frozen=True)
-class _PlacedWeights:
-    params: Params
-    runs: tuple[LayerRun, ...]
-    mesh: jax.sharding.Mesh
 
 
 def load_tapped(spec: RunSpec) -> Model:
@@ -352,16 +332,31 @@ def load_tapped(spec: RunSpec) -> Model:
     if dtype == "auto":
         dtype = compute_dtype_for(platform)  # type: ignore[assignment]
     spec = replace(spec, backend=backend, dtype=dtype)
-    weights = load_replicas(files, dtype, spec.device) if backend == "torch" else _placed(files, spec)
-    return Model(spec, files, tokenizer, weights)
+    weights, make_producer = _load_torch(files, spec) if backend == "torch" else _load_jax(files, spec)
+    return Model(spec, files, tokenizer, weights, make_producer)
 
 
-def _placed(files: ModelFiles, spec: RunSpec) -> _PlacedWeights:
+def _load_jax(files: ModelFiles, spec: RunSpec) -> tuple[Params, MakeProducer]:
     config = files.config
     mesh, plan = arrange_devices(config, spec.dtype, spec.mesh_shape, head=True)
     runs = choose_runs(config, (), config.n_layers, jnp.dtype(spec.dtype).itemsize)
-    weights = load(files, spec.dtype, config.n_layers, plan.place(mesh), head=True, runs=runs)
-    return _PlacedWeights(weights, runs, mesh)
+    params = load(files, spec.dtype, config.n_layers, plan.place(mesh), head=True, runs=runs)
+
+    def make_producer(taps: tuple[Tap, ...], edits: Sequence[tuple[Tap, Edit]]) -> Producer:
+        return DeviceProducer(
+            params, config, taps, store_dtype="float32", mesh=mesh, dtype=spec.dtype, runs=runs, edits=edits
+        )
+
+    return params, make_producer
+
+
+def _load_torch(files: ModelFiles, spec: RunSpec) -> tuple[list[Any], MakeProducer]:
+    replicas = load_replicas(files, spec.dtype, spec.device)
+
+    def make_producer(taps: tuple[Tap, ...], _edits: Sequence[tuple[Tap, Edit]]) -> Producer:
+        return TorchProducer(replicas, taps, store_dtype="float32", dtype=spec.dtype, most_tokens=_MOST_TOKENS)
+
+    return replicas, make_producer
 
 
 def _checked_edit(tap: Tap, function: EditFunction) -> Edit:
