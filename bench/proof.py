@@ -14,18 +14,20 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import spile
 from spile.objects import open_folder
+from spile.spec.identity import RunIdentity
 from spile.spec.run import DataSpec, ExtractSpec
-from spile.spec.sample import Sample
 from spile.spec.taps import SCALED
-from spile.store.recomputation import Recompute, compare
+from spile.store.recomputation import Recompute, _Chosen, compare
 from spile.store.report import Problem, Recomputed
 from spile.store.shard import as_stored, decode, split
 from spile.store.streams import open_streams
@@ -34,7 +36,6 @@ from spile.worker.recompute import recomputer
 DTYPES = ("bfloat16", "float16", "int8", "float8_e4m3")
 ROW_ERRORS = ("zeroed row", "negated row", "noise", "neighbour's row", "other sample's row")
 SAMPLE_ERRORS = ("scaled by 0.97", "layer below", "other weights")
-Rows = Callable[[Sample], Sequence[np.ndarray]]
 Table = dict[bytes, list[np.ndarray]]
 
 
@@ -56,26 +57,25 @@ def extract(model: str, texts: Path, output: str, dtype: str, store_dtype: str) 
     return spec.output
 
 
-def with_errors(recompute: Recompute, plain: Table, others: Table, kinds: dict[bytes, str]) -> Recompute:
-    """Return a recomputation that reads rows with one error per sample, made before the rows are encoded.
+@contextmanager
+def with_errors(run: RunIdentity, plain: Table, others: Table, kinds: dict[bytes, str]) -> Iterator[None]:
+    """Read stored rows with one error per sample inside the context, made before the rows are encoded.
 
     Rows that were decoded would not do: float8 rounds 0.97 times such a number back to the number itself.
 
     Args:
-        recompute: The recomputation.
+        run: The run of the dataset.
         plain: The rows of each sample before they are encoded, by the samples' tokens.
         others: The same, computed with other weights.
         kinds: The kind of error of each sample.
     """
 
-    def wrapped(samples: Sequence[Sample], taps: Any, stored: Rows, variant: int = 0) -> Any:  # noqa: ARG001
-        def broken(sample: Sample) -> list[np.ndarray]:
-            wrong = wrong_rows(sample.tokens.tobytes(), plain, others, kinds)
-            return [as_read(each, tap.dtype) for each, tap in zip(wrong, taps, strict=True)]
+    def read(chosen: _Chosen) -> list[np.ndarray]:
+        wrong = wrong_rows(chosen.sample.tokens.tobytes(), plain, others, kinds)
+        return [as_read(each, tap.dtype) for each, tap in zip(wrong, chosen.stream.kinds(run), strict=True)]
 
-        return recompute(samples, taps, broken, variant)
-
-    return wrapped
+    with patch.object(_Chosen, "read", read):
+        yield
 
 
 def wrong_rows(key: bytes, plain: Table, others: Table, kinds: dict[bytes, str]) -> list[np.ndarray]:
@@ -183,7 +183,8 @@ def measure_errors(root: str, recompute: Recompute, other: str, texts: Path, scr
         shutil.rmtree(scratch / "plain")
     chosen = [[*ROW_ERRORS, *SAMPLE_ERRORS][number % 8] for number in range(len(keys))]
     kinds = dict(zip(keys, chosen, strict=True))
-    judged, problems, _ = judge(root, with_errors(recompute, tables[0], tables[1], kinds), samples)
+    with with_errors(run, tables[0], tables[1], kinds):
+        judged, problems, _ = judge(root, recompute, samples)
     sizes: dict[tuple[int, str], tuple[float, float]] = {}
     for ref, key in zip(found.samples, keys, strict=True):
         wrong = wrong_rows(key, tables[0], tables[1], kinds)

@@ -23,8 +23,10 @@ row's own noise is the largest that any of these computations shows.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -54,23 +56,18 @@ _NARROW = 8
 _FEWEST = 4
 """A sample of fewer rows is not judged by its gain: a few noisy rows may agree by chance."""
 
-FIGURES = ("norm", "noise", "encoding", "stored", "fresh_gain", "stored_gain")
-"""The measurements of each row: the norm of the reference row; the distance of the fresh row from it, the error of the
-fresh row's encoding, and the distance of the stored row from the reference; how much longer the fresh and the stored
-row are in the direction of the reference."""
-
 _Array = npt.NDArray[Any]
-StoredRows = Callable[[Sample], Sequence[_Array]]
-"""Return the stored rows of a sample, ``[rows, width]`` for each tap."""
+SampleRows = Mapping[int, Sequence[_Array]]
+"""By the index of a sample: its rows, ``[rows, width]``, at each tap."""
 
 
 class Recompute(Protocol):
-    """Computes samples again and measures their distances from a reference."""
+    """Computes samples again."""
 
     def __call__(
-        self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
-    ) -> Iterator[tuple[int, _Array]]:
-        """Yield the index of each sample, in any order, with ``[taps, 6, rows]`` as :func:`distances` returns it.
+        self, samples: Sequence[Sample], taps: Sequence[TapRows], variant: int = 0
+    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+        """Yield, for some samples at a time and in any order, their reference rows and their fresh rows.
 
         ``variant`` 0 is the run's own computation. Each other number changes the embeddings by one rounding error of
         the run's dtype, differently for each number.
@@ -78,7 +75,10 @@ class Recompute(Protocol):
 
 
 def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -> npt.NDArray[np.float32]:
-    """Return ``[6, rows]``: what :data:`FIGURES` names, for each row.
+    """Return ``[6, rows]``: for each row, its norm, noise, encoding error, distance, fresh gain and stored gain.
+
+    The norm is that of the reference row. The noise is the distance of the fresh row from it, and the distance that of
+    the stored row. The gains are how much longer the fresh and the stored row are in the direction of the reference.
 
     For a tap of integers (the ids of the largest logits) the norm is 1 and the distance is the share of ids that are
     not in the reference row.
@@ -116,7 +116,7 @@ def _gain_weights(reference: _Array, dtype: str) -> _Array:
 
 
 @dataclass
-class _Judged:
+class _Measured:
     """One sample and its measurements, all relative to the norms of its reference rows."""
 
     stream: Stream
@@ -137,7 +137,7 @@ class _Judged:
     """``[taps]``: how much such changes vary from row to row, as a standard deviation; the largest one so far."""
 
     @classmethod
-    def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Judged:
+    def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Measured:
         """Return what the first computation measured: ``[taps, 6, rows]`` as :func:`distances` returns it."""
         noise, encoding, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
         middle, change = _median(np.hypot(noise, encoding)), gain - along
@@ -248,7 +248,7 @@ class _Judge:
         self.kinds, self.dtype = kinds, dtype
         floor = [_IDS_FLOOR if kind.dtype == "int32" else FLOOR[dtype] for kind in kinds]
         self.floor = np.array(floor)[:, None]
-        self.samples: dict[int, _Judged] = {}
+        self.samples: dict[int, _Measured] = {}
         self.problems: list[Problem] = []
         self.typical = self.floor
 
@@ -256,15 +256,24 @@ class _Judge:
         """Measure all samples once, and those that break a rule ``VARIANTS`` times more."""
         damaged: dict[int, Failure] = {}
 
-        def stored(sample: Sample) -> Sequence[_Array]:
+        def read(number: int) -> Sequence[_Array]:
             try:
-                return chosen[sample.index].read()
+                return chosen[number].read()
             except Failure as error:
-                damaged[sample.index] = error
-                return [np.zeros((sample.rows, kind.width), np.float32) for kind in self.kinds]
+                damaged[number] = error
+                return [np.zeros((chosen[number].sample.rows, kind.width), np.float32) for kind in self.kinds]
 
-        numbered = [replace(each.sample, index=number) for number, each in enumerate(chosen)]
-        found = dict(recompute(numbered, self.kinds, stored, 0))
+        def measure(reference: SampleRows, fresh: SampleRows, number: int) -> tuple[int, _Array]:
+            rows = zip(reference[number], fresh[number], read(number), self.kinds, strict=True)
+            return number, np.stack([distances(*each) for each in rows])
+
+        def compute(numbers: Iterable[int], variant: int) -> Iterator[tuple[int, _Array]]:
+            samples = [replace(chosen[number].sample, index=number) for number in numbers]
+            with ThreadPoolExecutor(thread_name_prefix="spile-distances") as pool:
+                for reference, fresh in recompute(samples, self.kinds, variant):
+                    yield from pool.map(partial(measure, reference, fresh), reference)
+
+        found = dict(compute(range(len(chosen)), 0))
         norms = np.concatenate([values[:, 0] for values in found.values()], axis=1)
         share = np.array([1.0 if kind.width < _NARROW else 2.0**-20 for kind in self.kinds])
         least = np.maximum(_median(np.nan_to_num(norms.astype(np.float64))) * share, 1e-30)[:, None]
@@ -272,29 +281,29 @@ class _Judge:
             if number in damaged:
                 self.problems.append(Problem("damaged", each.stream.folder.url, str(damaged[number])))
                 continue
-            self.samples[number] = _Judged.measured(each.stream, each.sample, found[number], least)
+            self.samples[number] = _Measured.measured(each.stream, each.sample, found[number], least)
         every = [each.noise for each in self.samples.values()]
         self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
         for variant in range(1, VARIANTS + 1):
             again = [number for number, each in self.samples.items() if self._wrong(each).any()]
             if not again:
                 break
-            for number, values in recompute([numbered[n] for n in again], self.kinds, stored, variant):
+            for number, values in compute(again, variant):
                 self.samples[number].add(values, least)
         self.problems += self._wrong_samples()
 
-    def _row_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+    def _row_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         return np.asarray(np.maximum(ROW * self.typical, OWN * each.noise) + ENCODING * each.encoding)
 
-    def _sample_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+    def _sample_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.rows))
         return np.asarray(factor * np.fmax(self.floor[:, 0], each.middle))
 
-    def _gain_limits(self, each: _Judged) -> npt.NDArray[np.float64]:
+    def _gain_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         deviation = each.spread / max(1, each.rows) ** 0.5
         return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.drift + GAIN * deviation)
 
-    def _wrong(self, each: _Judged) -> npt.NDArray[np.bool_]:
+    def _wrong(self, each: _Measured) -> npt.NDArray[np.bool_]:
         """Return ``[taps]``: whether one of the rules is broken. A distance that is NaN breaks them."""
         right = (each.stored <= self._row_limits(each)).all(axis=1)
         right &= _median(each.stored) <= self._sample_limits(each)
@@ -310,7 +319,7 @@ class _Judge:
                 found.append(Problem("wrong", each.stream.folder.url, text))
         return found
 
-    def _why(self, each: _Judged, tap: int) -> str:
+    def _why(self, each: _Measured, tap: int) -> str:
         own, limits = each.stored[tap], self._row_limits(each)[tap]
         middle, limit = _median(each.stored)[tap], self._sample_limits(each)[tap]
         fresh = f"a new {self.dtype} computation"

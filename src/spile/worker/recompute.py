@@ -1,18 +1,15 @@
-"""``spile verify --recompute``: run the model of a dataset again and measure the distances of the stored rows."""
+"""``spile verify --recompute``: run the model of a dataset again."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.models.decoder import head_needed, layers_needed
@@ -25,9 +22,9 @@ from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL, MEAN
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
-from spile.store.recomputation import Recompute, StoredRows, distances
+from spile.store.recomputation import Recompute, SampleRows
 from spile.store.run import read_run
-from spile.worker.batches import Sizes, batches
+from spile.worker.batches import Batch, Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
 from spile.worker.mesh import MeshPlan, make_mesh
 from spile.worker.producer import rows_by_sample
@@ -43,9 +40,6 @@ _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False, "xla
 _CHANGE = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative change of the embeddings in a variant: one unit in the last place, for float32 16 of them."""
 
-_Rows = dict[int, list[npt.NDArray[Any]]]
-"""The rows of each sample, by its index, at each tap."""
-
 
 def recomputer(root: str) -> Recompute:
     """Return a function that computes samples of the dataset at ``root`` again; the weights must be the same."""
@@ -60,7 +54,7 @@ def recomputer(root: str) -> Recompute:
 
 
 class Recomputer:
-    """Computes samples in float32 and in the run's dtype, and the distances of the stored rows from both.
+    """Computes samples in float32 (the reference rows) and in the run's dtype (the fresh rows).
 
     All batches have one shape, so that each program is compiled once.
     """
@@ -68,41 +62,36 @@ class Recomputer:
     def __init__(self, files: ModelFiles, run: RunIdentity, backend: str) -> None:
         self._files, self._run, self._backend = files, run, backend
         self._taps: tuple[Tap, ...] = ()
-        self.wide: Any = None
-        """The producer that computes in float32."""
-        self.own: Any = None
-        """The producer that computes in the run's dtype; the same one if that is float32."""
+        self.reference_producer: Any = None
+        """Computes in float32."""
+        self.fresh_producer: Any = None
+        """Computes in the run's dtype; the same one if that is float32."""
         self._model: Any = None
-        """The model of ``own``, if it runs in PyTorch."""
+        """The model of the fresh producer, if it runs in PyTorch."""
         self._plan: Sizes | None = None
 
     def __call__(
-        self, samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
-    ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
-        """Yield the distances of each sample, as :class:`spile.store.recomputation.Recompute` describes."""
+        self, samples: Sequence[Sample], taps: Sequence[TapRows], variant: int = 0
+    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+        """Yield the rows of each batch, as :class:`spile.store.recomputation.Recompute` describes."""
         if not samples:
             return
         self._load(tuple(Tap.parse(tap.name) for tap in taps))
         self._plan = self._one_shape(samples, taps)
-        with ThreadPoolExecutor(thread_name_prefix="spile-distances") as pool:
-            for reference, fresh in iterate_ahead(self._computed(samples, self._plan, variant), 1):
+        yield from iterate_ahead(self._compute(samples, self._plan, variant), 1)
 
-                def measure(sample: Sample, reference: _Rows = reference, fresh: _Rows = fresh) -> Any:
-                    rows = zip(reference[sample.index], fresh[sample.index], stored(sample), taps, strict=True)
-                    return sample.index, np.stack([distances(*each) for each in rows])
+    def _compute(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[SampleRows, SampleRows]]:
+        def rows(producer: Any, batch: Batch) -> SampleRows:
+            return rows_by_sample(batch, producer.fetch(producer.start(batch)))
 
-                yield from pool.map(measure, (sample for sample in samples if sample.index in reference))
-
-    def _computed(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[_Rows, _Rows]]:
-        """Yield, for each batch, the reference rows and the rows in the run's dtype."""
-        producers = (self.wide,) if self.own is self.wide and not variant else (self.wide, self.own)
+        same = self.fresh_producer is self.reference_producer and not variant
         for batch in batches(samples, plan):
-            for producer in producers:
-                producer.prepare(batch)  # compiles both programs at the same time
-            reference = fresh = rows_by_sample(batch, self.wide.fetch(self.wide.start(batch)))
-            if len(producers) > 1:
+            self.reference_producer.prepare(batch)
+            self.fresh_producer.prepare(batch)  # compiles both programs at the same time
+            reference = fresh = rows(self.reference_producer, batch)
+            if not same:
                 with self._changed_embeddings(variant):
-                    fresh = rows_by_sample(batch, self.own.fetch(self.own.start(batch)))
+                    fresh = rows(self.fresh_producer, batch)
             yield reference, fresh
 
     def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> Sizes:
@@ -117,9 +106,10 @@ class Recomputer:
         return Sizes(tokens, None, longest, shortest_row=row)
 
     def _load(self, taps: tuple[Tap, ...]) -> None:
-        if self.wide is None or taps != self._taps:
+        if self.reference_producer is None or taps != self._taps:
             self._taps = taps
-            self.wide, self.own = self._torch_producers() if self._backend == "torch" else self._device_producers()
+            make = self._torch_producers if self._backend == "torch" else self._device_producers
+            self.reference_producer, self.fresh_producer = make()
 
     def _device_producers(self) -> tuple[DeviceProducer, DeviceProducer]:
         config, taps, mesh = self._files.config, self._taps, make_mesh((1, 1), jax.local_devices()[:1])
@@ -162,8 +152,8 @@ class Recomputer:
 
     @contextmanager
     def _changed_embeddings(self, variant: int) -> Iterator[None]:
-        """Change the embeddings of the producer in the run's dtype inside the context; variant 0 changes nothing."""
-        size, producer = _CHANGE[self._run.dtype], self.own
+        """Change the embeddings of the fresh producer inside the context; variant 0 changes nothing."""
+        size, producer = _CHANGE[self._run.dtype], self.fresh_producer
         if not variant:
             yield
         elif self._backend == "torch":

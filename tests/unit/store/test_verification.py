@@ -269,10 +269,10 @@ def test_a_row_that_is_noisy_only_sometimes_is_computed_again(folder: Folder) ->
     def reference(tokens: np.ndarray, taps: tuple[str, ...]) -> list[np.ndarray]:
         return [np.concatenate([rows[:1] * 1.3, rows[1:]]) for rows in by_tokens(tokens, taps)]
 
-    def recompute(samples, taps, stored, variant=0):  # type: ignore[no-untyped-def]
+    def recompute(samples, taps, variant=0):  # type: ignore[no-untyped-def]
         calls.append(variant)
         fresh = by_tokens if variant == 5 else reference
-        return recompute_with(reference, fresh)(samples, taps, stored, variant)
+        return recompute_with(reference, fresh)(samples, taps, variant)
 
     assert lines(folder, recompute=recompute, k=3) == []
     assert calls == [0, 1, 2, 3, 4, 5]

@@ -15,6 +15,7 @@ from spile.models.model_files import ModelFiles
 from spile.objects import open_folder
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
+from spile.store.recomputation import distances
 from spile.store.streams import open_streams
 from spile.store.verification import verify
 from spile.worker.extract import run_stream
@@ -59,7 +60,12 @@ def measured(out: str, taps: tuple[str, ...], **options: int) -> dict[int, np.nd
     samples = {ref.index: dataset.sample(0, ref.index) for ref in dataset.samples}
     given = [Sample(n, "", np.asarray(s.tokens), np.zeros(len(s.tokens), np.uint8)) for n, s in samples.items()]
     rows = {n: [np.asarray(s.rows(kind.name)) for kind in kinds] for n, s in samples.items()}
-    return dict(recomputer(out)(given, kinds, lambda sample: rows[sample.index], **options))
+    found = {}
+    for reference, fresh in recomputer(out)(given, kinds, **options):
+        for number in reference:
+            each = zip(reference[number], fresh[number], rows[number], kinds, strict=True)
+            found[number] = np.stack([distances(*of_tap) for of_tap in each])
+    return found
 
 
 def test_rows_are_those_of_the_store(made: Path) -> None:

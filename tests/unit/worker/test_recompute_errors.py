@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 from spile.models.model_files import find
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.recomputation import VARIANTS, StoredRows, _Judge, distances
+from spile.store.recomputation import VARIANTS, SampleRows, _Judge
 from spile.store.shard import as_stored, decode, split
 from spile.worker.recompute import Recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
@@ -54,24 +53,19 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> Computed:
         samples.append(Sample(index, "", tokens, np.zeros(len(tokens), np.uint8)))
     kinds = [TapRows(name, (192,), "float32") for name in NAMES]
 
-    def both(reference: np.ndarray, fresh: np.ndarray, _stored: np.ndarray, _kind: TapRows) -> np.ndarray:
-        return np.stack([reference, fresh])
+    recompute = Recomputer(find(str(model)), run_identity(dtype="bfloat16"), "jax")
 
-    def nothing(sample: Sample) -> Rows:
-        return [np.zeros((len(sample), 192), np.float32) for _ in NAMES]
+    def rows(variant: int) -> tuple[dict[int, Rows], dict[int, Rows]]:
+        reference, fresh = {}, {}
+        for batch in recompute(samples, kinds, variant):
+            for into, some in zip((reference, fresh), batch, strict=True):
+                into.update({index: [np.array(each) for each in of_taps] for index, of_taps in some.items()})
+        return reference, fresh
 
-    with patch("spile.worker.recompute.distances", both):
-        recompute = Recomputer(find(str(model)), run_identity(dtype="bfloat16"), "jax")
-        found = [dict(recompute(samples, kinds, nothing, variant)) for variant in range(VARIANTS + 1)]
-        params = recompute.own.params
-        recompute.own.params = replace(params, layers=jax.tree.map(lambda x: x * 1.05, params.layers))
-        others = dict(recompute(samples, kinds, nothing, 0))
-    return Computed(
-        samples,
-        {index: list(rows[:, 0]) for index, rows in found[0].items()},
-        [{index: list(rows[:, 1]) for index, rows in each.items()} for each in found],
-        {index: list(rows[:, 1]) for index, rows in others.items()},
-    )
+    found = [rows(variant) for variant in range(VARIANTS + 1)]
+    params = recompute.fresh_producer.params
+    recompute.fresh_producer.params = replace(params, layers=jax.tree.map(lambda x: x * 1.05, params.layers))
+    return Computed(samples, found[0][0], [fresh for _, fresh in found], rows(0)[1])
 
 
 def kept(rows: Rows, dtype: str) -> Rows:
@@ -85,11 +79,10 @@ def wrong(computed: Computed, dtype: str, stored: Callable[[int], Rows]) -> set[
     kinds = [TapRows(name, (192,), dtype) for name in NAMES]
 
     def recompute(
-        samples: Sequence[Sample], taps: Sequence[TapRows], stored: StoredRows, variant: int = 0
-    ) -> Iterator[tuple[int, Any]]:
-        for sample in samples:
-            rows = computed.reference[sample.index], computed.fresh[variant][sample.index], stored(sample)
-            yield sample.index, np.stack([distances(*each) for each in zip(*rows, taps, strict=True)])
+        samples: Sequence[Sample], _taps: Sequence[TapRows], variant: int = 0
+    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+        for index in (sample.index for sample in samples):
+            yield {index: computed.reference[index]}, {index: computed.fresh[variant][index]}
 
     place = SimpleNamespace(folder=SimpleNamespace(url="run"))
     chosen = [SimpleNamespace(stream=place, sample=s, read=lambda s=s: stored(s.index)) for s in computed.samples]
