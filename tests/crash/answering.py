@@ -23,7 +23,7 @@ from spile.spec.sample import Prediction, Role, Sample
 from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Sizes
-from spile.worker.infer import Answer, AnswerProducer, AnswerRows
+from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control
 from spile.worker.progress import Progress
@@ -61,11 +61,8 @@ def expected(sample: Sample) -> Prediction:
 
 def _made(sample: Sample) -> Answer:
     output, whole = expected(sample), stored(sample)
-    rows = AnswerRows(len(TAPS), len(whole) + 3)
-    for places in np.array_split(np.arange(len(whole)), 3):  # in pieces, as chunks and strides come
-        first = rows.extend(len(places))
-        for tap in range(len(TAPS)):
-            rows.put(tap, first, rows_of(whole, tap)[places])
+    parts = np.array_split(np.arange(len(whole)), 3)  # in pieces, as chunks and strides come
+    rows = [[rows_of(whole, tap)[places] for places in parts] for tap in range(len(TAPS))]
     return Answer(sample, rows, list(output.tokens), list(output.logprobs), "stop")
 
 

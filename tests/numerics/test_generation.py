@@ -157,9 +157,9 @@ def check_rows(folder: Path, case: str, answers: dict[int, Answer]) -> None:
         tokens = np.concatenate([answer.sample.tokens, answer.tokens]).astype(np.int32)
         padded = np.zeros((1, PLAN.capacity), np.int32)
         padded[0, : len(tokens)] = tokens
-        assert answer.rows.taps == len(taps(case))
+        assert len(answer.rows) == len(taps(case))
         for tap, expected in enumerate(step(params, padded)):
-            rows = answer.rows.take(tap)
+            rows = answer.take_rows(tap)
             assert rows is not None
             assert rows.shape == (len(tokens), files.config.d_model)
             assert cases.error(rows, np.asarray(expected)[0, : len(tokens)]) <= TOLERANCE
@@ -217,5 +217,5 @@ def test_what_is_captured(capture: str, prompt: int, answer: int, tmp_path: Path
     found = generated(cases.write_model(case, tmp_path), case, generation={"capture": capture, "max_new_tokens": 7})
     for one in found.values():
         expected = prompt * len(one.sample) + answer * len(one.tokens)
-        assert len(one.rows) == expected
-        assert [one.rows.take(tap) is None for tap in range(one.rows.taps)] == [not expected] * len(taps(case))
+        rows = [one.take_rows(tap) for tap in range(len(one.rows))]
+        assert [0 if each is None else len(each) for each in rows] == [expected] * len(taps(case))

@@ -306,9 +306,7 @@ class Generator(AnswerProducer):
                     if sample is None:
                         return False
                     check_tokens([sample], self._programs.config.vocab_size)
-                    slots[slot] = Answer.begin(
-                        sample, len(self._programs.taps), self._programs.capture, self._sampling.max_new, group
-                    )
+                    slots[slot] = Answer(sample, [[] for _ in self._programs.taps], group=group)
         return True
 
     def _read(self, unread: Sequence[tuple[int, int, Answer]]) -> _Call:
@@ -424,11 +422,11 @@ class Generator(AnswerProducer):
     def _keep(self, parts: Sequence[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
         """Copy the rows of the answers, several taps at once: the device reuses the memory that it wrote to."""
         own = [part for part in parts if part.answer.group in self.owned and kept]
-        firsts = [part.answer.rows.extend(part.length) for part in own]
 
         def copy(tap: int) -> None:
-            for part, first in zip(own, firsts, strict=True):
-                part.answer.rows.put(tap, first, kept[tap][part.row][: part.length])
+            for part in own:
+                rows = np.array(kept[tap][part.row][: part.length])
+                part.answer.rows[tap].append(rows.reshape(part.length, -1))
 
         for _ in self._copiers.map(copy, range(len(kept))):
             pass

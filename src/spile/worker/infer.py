@@ -9,7 +9,6 @@ only pass them on.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -59,48 +58,13 @@ def check_generation(spec: ExtractSpec) -> None:
         )
 
 
-class AnswerRows:
-    """The captured activations of one answer: one array per tap, allocated for the longest answer.
-
-    Untouched memory costs nothing. The rows are one array because each piece would need a call to the writer.
-    """
-
-    def __init__(self, taps: int, room: int) -> None:
-        self._room, self._filled = room, 0
-        self._taps: list[npt.NDArray[Any] | None] = [None] * taps
-
-    @property
-    def taps(self) -> int:
-        """The number of taps."""
-        return len(self._taps)
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def extend(self, count: int) -> int:
-        """Make room for ``count`` more rows at every tap; return the number of the first."""
-        self._filled += count
-        return self._filled - count
-
-    def put(self, tap: int, first: int, rows: npt.NDArray[Any]) -> None:
-        """Copy rows to their place. Several taps may be filled at once."""
-        own = self._taps[tap]
-        if own is None:
-            own = self._taps[tap] = np.empty((self._room, math.prod(rows.shape[1:])), rows.dtype)
-        own[first : first + len(rows)] = rows.reshape(len(rows), own.shape[1])
-
-    def take(self, tap: int) -> npt.NDArray[Any] | None:
-        """Return the rows of a tap, ``[rows, width]``, and forget them; None if there are none."""
-        own, self._taps[tap] = self._taps[tap], None
-        return None if own is None else own[: self._filled]
-
-
 @dataclass(eq=False)
 class Answer:
     """A sample, the tokens of its answer so far, and its captured activations if this process stores them."""
 
     sample: Sample
-    rows: AnswerRows
+    rows: list[list[npt.NDArray[Any]]]
+    """The captured rows of each tap, ``[rows, width]``, one array per call of the device."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reason: StopReason | None = None
@@ -112,12 +76,6 @@ class Answer:
     fed: int = 0
     """Tokens of the answer whose own step was looked at."""
 
-    @classmethod
-    def begin(cls, sample: Sample, taps: int, capture: Capture, most: int, group: int = 0) -> Answer:
-        """Return an answer without tokens, with room for the rows that are captured of at most ``most`` tokens."""
-        room = len(sample) * (capture in ("prompt", "both")) + most * (capture in ("answer", "both"))
-        return cls(sample, AnswerRows(taps, room), group=group)
-
     def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
         """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""
         self.tokens.append(token)
@@ -126,6 +84,11 @@ class Answer:
             self.reason = "stop"
         elif len(self.tokens) >= most:
             self.reason = "length"
+
+    def take_rows(self, tap: int) -> npt.NDArray[Any] | None:
+        """Return the captured rows of a tap, ``[rows, width]``, and release them; None if there are none."""
+        arrays, self.rows[tap] = self.rows[tap], []
+        return np.concatenate(arrays) if arrays else None
 
 
 @dataclass(frozen=True)
@@ -190,8 +153,8 @@ class AnswerProducer(Producer):
         """Yield the stored rows of each tap, and release their memory tap after tap."""
         assert isinstance(pending, AnswerBatch)  # noqa: S101 - made below
         (sample,) = pending.samples
-        for tap in range(pending.answer.rows.taps):
-            rows = pending.answer.rows.take(tap)
+        for tap in range(len(pending.answer.rows)):
+            rows = pending.answer.take_rows(tap)
             if rows is not None:
                 rows = rows if sample.positions is None else rows[sample.positions - pending.first]
                 yield [RowBlock(pending.answer.group, rows)]

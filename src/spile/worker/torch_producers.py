@@ -314,8 +314,7 @@ class _Steps:
         self, generator: TorchGenerator, samples: Sequence[Sample], report: Callable[[list[Answer]], None]
     ) -> None:
         self._generator, self._report = generator, report
-        taps, most = len(generator.taps), generator.sampling.max_new
-        self._answers = [Answer.begin(sample, taps, generator.capture, most) for sample in samples]
+        self._answers = [Answer(sample, [[] for _ in generator.taps]) for sample in samples]
         self._length = max(map(len, samples))
         """Tokens per row of the next forward pass: the prompts, then one."""
         self._values: dict[Tap, Any] = {}
@@ -365,7 +364,6 @@ class _Steps:
     def _store(self, live: Sequence[tuple[int, Answer]], prompts: bool) -> None:
         """Copy the captured rows of a forward pass to the answers."""
         sizes = [len(answer.sample) if prompts else 1 for _, answer in live]
-        firsts = [answer.rows.extend(size) for (_, answer), size in zip(live, sizes, strict=True)]
         for number, tap in enumerate(self._generator.taps if live else ()):
             value = self._values.pop(tap).reshape(len(self._answers), self._length, -1)
             array = copy_rows(tap, value, self._generator.store_dtype)
@@ -373,8 +371,8 @@ class _Steps:
             own = [array[row, self._length - size :] for (row, _), size in zip(live, sizes, strict=True)]
             stored = encode_rows(tap, np.concatenate(own), self._generator.store_dtype)
             parts = np.split(stored, np.cumsum(sizes)[:-1])
-            for (_, answer), first, rows in zip(live, firsts, parts, strict=True):
-                answer.rows.put(number, first, rows)
+            for (_, answer), rows in zip(live, parts, strict=True):
+                answer.rows[number].append(rows.copy())  # a view would hold the rows of all answers
 
     def _choose(self, scores: Any) -> tuple[list[int], list[float]]:
         how = self._generator.sampling

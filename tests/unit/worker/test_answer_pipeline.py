@@ -21,7 +21,7 @@ from spile.store.stream import StreamStore, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
-from spile.worker.infer import Answer, AnswerProducer, AnswerRows
+from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, Verdict
 from spile.worker.progress import Progress
@@ -40,11 +40,7 @@ class OneTokenAnswers(AnswerProducer):
 
     def answers(self, samples: Iterator[Sample]) -> Iterator[list[Answer]]:
         for number, sample in enumerate(samples):
-            rows = AnswerRows(len(TAPS), len(sample) + 1)
-            first = rows.extend(len(sample) + 1)
-            for tap in range(len(TAPS)):
-                last = np.zeros((1, D), "bfloat16")
-                rows.put(tap, first, np.concatenate([rows_of(sample, tap), last]))
+            rows = [[rows_of(sample, tap), np.zeros((1, D), "bfloat16")] for tap in range(len(TAPS))]
             yield [Answer(sample, rows, [2], [-0.5], "stop", group=number % self.groups)]
 
 
