@@ -35,7 +35,6 @@ import numpy.typing as npt
 from spile.data.stream import SampleReader
 from spile.errors import Failure, SpecError, SpileError, UserError, printable
 from spile.reading.blocks import MemoryShard, StoredBlocks
-from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.readers import ShuffledReaders
 from spile.reading.rows import BlockOptions, BlockSource, Read, ReaderClosed, RowGroup
@@ -86,17 +85,33 @@ class _Group:
         self.last = False
 
 
-class Feed:
-    """Collects the rows of a pass over the data in groups, and holds the model up while the reader has enough."""
+class Feed(Sink):
+    """A sink that collects the rows of a pass over the data in groups, and makes the model wait if the reader is slow.
 
-    def __init__(self, plan: ShufflePlan, stored: Callable[[Sample], _Rows]) -> None:
-        """``stored``: returns the rows of a sample that an earlier run stored."""
-        self._plan, self._stored = plan, stored
+    Args:
+        plan: The plan of the reader.
+        kinds: The rows of each tap.
+        store: Also gets the rows, if they are stored.
+        read_stored: Returns the rows of a sample that an earlier run stored.
+
+    """
+
+    def __init__(
+        self,
+        plan: ShufflePlan,
+        kinds: Sequence[TapRows],
+        store: Sink | None = None,
+        read_stored: Callable[[Sample], _Rows] = lambda _: {},
+    ) -> None:
+        self._plan, self._kinds, self._store, self._read_stored = plan, kinds, store, read_stored
+        self.remote, self.bytes_per_token = False, row_bytes(kinds)
         self._groups: deque[_Group] = deque()
-        self._of: dict[int, _Group] = {}
+        self._group_of: dict[int, _Group] = {}
+        """The group of each sample, by its index."""
         self._open = _Group()
         self._held = 0
-        self._starving, self._ended = False, False
+        """Computed rows in all groups."""
+        self._reader_waits, self._ended = False, False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -105,8 +120,8 @@ class Feed:
         """The size of the shuffle buffer."""
         return self._plan.buffer_rows
 
-    def watch(self, items: Iterable[Sample | Skip], first: int, done: Ranges) -> Iterator[Sample | Skip]:
-        """Yield the items that must be computed, and note the samples that will be given, in groups."""
+    def select(self, items: Iterable[Sample | Skip], first: int, done: Ranges) -> Iterator[Sample | Skip]:
+        """Yield the items that must be computed, and add the samples that the reader gets to groups."""
         for item in items:
             mine = isinstance(item, Skip) or item.index % self._plan.parts == self._plan.part
             if mine and isinstance(item, Sample) and item.index >= first:
@@ -128,20 +143,21 @@ class Feed:
                 self._changed.notify_all()
             self._open.samples.append(sample)
             self._open.count += sample.rows
-            self._of[sample.index] = self._open
+            self._group_of[sample.index] = self._open
             if stored or not sample.rows:
                 self._open.rows[sample.index] = {}
 
     def put(self, samples: Sequence[Sample], rows: _Rows) -> None:
-        """Add the rows of some samples. Wait while the reader has enough, and does not wait for rows itself."""
+        """Add the rows of some samples. Wait while the reader has enough rows, unless it waits itself."""
         with self._changed:
-            while self._held > self._plan.group_rows and not self._starving and self._error is None:
+            while self._held > self._plan.group_rows and not self._reader_waits and self._error is None:
                 self._changed.wait(_POLL)
             start = 0
             for sample in samples:
                 stop = start + sample.rows
-                if sample.rows and sample.index in self._of:
-                    self._of[sample.index].rows[sample.index] = {tap: each[start:stop] for tap, each in rows.items()}
+                group = self._group_of.get(sample.index)
+                if sample.rows and group is not None:
+                    group.rows[sample.index] = {tap: each[start:stop] for tap, each in rows.items()}
                     self._held += sample.rows
                 start = stop
             self._changed.notify_all()
@@ -155,7 +171,7 @@ class Feed:
     def groups(self, taps: Sequence[str]) -> Iterator[tuple[list[Sample], bool, _Rows]]:
         """Yield the samples of each group, whether it is the last, and its rows by tap."""
         while (group := self._next()) is not None:
-            rows = [group.rows[sample.index] or self._stored(sample) for sample in group.samples if sample.rows]
+            rows = [group.rows[sample.index] or self._read_stored(sample) for sample in group.samples if sample.rows]
             joined = {tap: np.concatenate([each[tap] for each in rows]) for tap in taps if rows}
             with self._changed:
                 self._held -= sum(sample.rows for sample in group.samples if group.rows[sample.index])
@@ -164,7 +180,7 @@ class Feed:
 
     def _next(self) -> _Group | None:
         with self._changed:
-            self._starving = True
+            self._reader_waits = True
             try:
                 while not (self._groups and len(self._groups[0].rows) == len(self._groups[0].samples)):
                     if self._error is not None:
@@ -173,23 +189,14 @@ class Feed:
                         return None
                     self._changed.wait(_POLL)
             finally:
-                self._starving = False
+                self._reader_waits = False
             group = self._groups.popleft()
             for sample in group.samples:
-                del self._of[sample.index]
+                del self._group_of[sample.index]
             return group
 
-
-class FeedSink(Sink):
-    """A sink that gives rows to a feed, and to the store of a stream if there is one."""
-
-    def __init__(self, feed: Feed, kinds: Sequence[TapRows], store: Sink | None) -> None:
-        self._feed, self._kinds, self._store = feed, kinds, store
-        self.remote, self.bytes_per_token = False, row_bytes(kinds)
-
     def begin(self, samples: Sequence[Sample]) -> Any:
-        builder = None if self._store is None else self._store.begin(samples)
-        return _FeedBuilder(self._feed, self._kinds, samples, builder)
+        return _FeedBuilder(self, self._kinds, samples, None if self._store is None else self._store.begin(samples))
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         if self._store is not None:
@@ -256,8 +263,6 @@ class BatchComputer:
 
     def compute(self, batch: Batch) -> list[list[RowBlock]]:
         """Return the rows of each tap, for each group that has samples."""
-        self._producer.prepare(batch)
-        self._producer.await_program(batch, lambda: False)
         found = self._producer.fetch(self._producer.start(batch))
         stored = [sum(sample.rows for sample in batch.of(group)) for group in range(len(batch.groups))]
         return [[RowBlock(group, np.array(rows[: stored[group]])) for group, rows in of_tap] for of_tap in found]
@@ -516,7 +521,8 @@ class ActivationStream(ShuffledReaders):
             self._end(UserError("a reader of this stream was used again", found="another one began after it"))
             stream = self._join() if self._store else None
             done = Ranges() if stream is None else stream.ledger.done
-            feed = Feed(plan, self._stored_rows(open_dataset(self._spec.output)) if len(done) else lambda _: {})
+            store = None if stream is None else Sink(stream)
+            feed = Feed(plan, self.run.rows, store, self._stored_rows() if len(done) else lambda _: {})
             stop = threading.Event()
             work = partial(self._compute, feed, first, stream, done, stop)
             thread = threading.Thread(target=work, name="spile-stream", daemon=True)
@@ -544,7 +550,9 @@ class ActivationStream(ShuffledReaders):
         write_spec(self.run.root, self._spec)
         return stream
 
-    def _stored_rows(self, dataset: Dataset) -> Callable[[Sample], _Rows]:
+    def _stored_rows(self) -> Callable[[Sample], _Rows]:
+        dataset = open_dataset(self._spec.output)
+
         def read(sample: Sample) -> _Rows:
             stored = dataset.sample(self.run.spec.data.worker_id, sample.index)
             return {tap: stored.rows(tap) for tap in self.taps}
@@ -563,9 +571,9 @@ class ActivationStream(ShuffledReaders):
                     stream.read_parts = lambda: reader.parts
                 producer = self._producer = self._producer or self._load(reader)
                 finished = run_pipeline(
-                    feed.watch(with_positions(reader, run.spec), first, done),
+                    feed.select(with_positions(reader, run.spec), first, done),
                     producer,
-                    FeedSink(feed, run.rows, None if stream is None else Sink(stream)),
+                    feed,
                     self._sizes(feed, reader, producer.groups),
                     progress=self._progress,
                     control=Control(stop, run.spec.commit_every),

@@ -158,8 +158,8 @@ def test_errors_of_the_data_and_of_the_arguments_reach_the_caller(stream: Activa
 
 def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> None:
     plan = ShufflePlan(buffer_rows=300, order="data")
-    feed = Feed(plan, lambda _sample: {})
-    samples = [each for each in feed.watch(items(60), 0, Ranges()) if isinstance(each, Sample)]
+    feed = Feed(plan, ())
+    samples = [each for each in feed.select(items(60), 0, Ranges()) if isinstance(each, Sample)]
     total, most = sum(sample.rows for sample in samples), 0
 
     def produce() -> None:
@@ -179,8 +179,8 @@ def test_the_model_waits_for_a_slow_reader_and_never_for_a_starving_one() -> Non
     assert found == [sample.index for sample in samples]
     assert most < total / 5
 
-    feed = Feed(plan, lambda _sample: {})
-    samples = [each for each in feed.watch(items(60), 0, Ranges()) if isinstance(each, Sample)]
+    feed = Feed(plan, ())
+    samples = [each for each in feed.select(items(60), 0, Ranges()) if isinstance(each, Sample)]
     given: list[int] = []
 
     def forward() -> None:
