@@ -141,8 +141,8 @@ class DeviceProducer(Producer):
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[_Shape, Future[Callable[..., Any]]] = {}
         self._proven: set[_Shape] = set()
-        self._awaited: dict[_Shape, float] = {}
-        """When the pipeline came to the first batch of each shape."""
+        self._compiled: set[_Shape] = set()
+        """Shapes whose program was waited for."""
         self._pool: Future[None] = Future()
         self._pool.set_result(None)
         self._lock = threading.Lock()
@@ -214,14 +214,18 @@ class DeviceProducer(Producer):
 
     def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
         shape = self._shape(batch)
-        program = self._program(shape)
-        waiting: list[Future[Any]] = [work for work in (program, self._pool) if not work.done()]
-        if shape in self._proven or not waiting:
+        if shape in self._compiled:
             return
-        self._awaited.setdefault(shape, time.perf_counter())
-        self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
-        while waiting and not given_up():
-            waiting = list(wait(waiting, timeout=_POLL).not_done)
+        began = time.perf_counter()
+        futures: tuple[Future[Any], ...] = (self._program(shape), self._pool)
+        if not all(future.done() for future in futures):
+            self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
+        while wait(futures, timeout=_POLL).not_done:
+            if given_up():
+                return
+        self._compiled.add(shape)
+        self._progress.compiled(time.perf_counter() - began)
+        self._progress.phase(Phase.RUNNING)
 
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
@@ -284,10 +288,11 @@ class DeviceProducer(Producer):
     def start(self, batch: Batch) -> _Pending:
         """Start a batch. The first batch of a shape is waited for, so that lack of memory is noticed here."""
         check_tokens(batch.samples, self.config.vocab_size)
+        self.await_program(batch, lambda: False)
         shape = self._shape(batch)
-        program = self._wait_for(shape)
         rows, places = pack(batch, shape[2])
         try:
+            program = self._program(shape).result()
             arrays, finite = program(self.params, put(rows, self.rows_sharding), put(places, self.groups_sharding))
             arrays = [array if self._is_sent(array) else jax.device_put(array, self.host_sharding) for array in arrays]
             if shape not in self._proven:
@@ -300,18 +305,6 @@ class DeviceProducer(Producer):
     def _is_sent(self, array: jax.Array) -> bool:
         """Return whether no transfer is needed; a needless device_put would cost 0.1 ms."""
         return array.sharding.is_equivalent_to(self.host_sharding, array.ndim)
-
-    def _wait_for(self, shape: _Shape) -> Callable[..., Any]:
-        if shape in self._proven:
-            return self._program(shape).result()
-        began = self._awaited.setdefault(shape, time.perf_counter())
-        try:
-            program = self._program(shape).result()
-        except jax.errors.JaxRuntimeError as error:
-            raise self._convert_error(error, shape) from error
-        self._progress.compiled(time.perf_counter() - began)
-        self._progress.phase(Phase.RUNNING)
-        return program
 
     def fetch(self, pending: _Pending) -> Sequence[Sequence[RowBlock]]:
         try:

@@ -304,7 +304,7 @@ class StreamWork:
         sizes = self._run.sizes.for_samples([len(sample)], self._producer.groups)
         for batch in self._producer.batches(iter([sample]), sizes, Control()):
             if isinstance(batch, Batch):
-                self._producer.await_program(batch, lambda: False)
+                self._producer.await_program(batch, lambda: False)  # not part of the wait that may be a hang
                 with self._progress.computing():
                     for _ in self._producer.fetch(self._producer.start(batch)):
                         pass
