@@ -10,14 +10,11 @@ from typing import NamedTuple
 
 from spile.data.manifest import list_streams, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
-from spile.objects import Folder, open_folder
+from spile.objects import open_folder
 from spile.spec.run import DataSpec
 from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
 from spile.worker.pod.pod import WorkerGroup
-
-_NOTHING = -1
-"""The value that the first host of a pod sends to the others if no stream is left to claim."""
 
 
 def work_on_claims(
@@ -46,15 +43,17 @@ def work_on_claims(
         log: Called with each log line.
     """
     hosts, root = hosts or WorkerGroup(), open_folder(output)
-    book = _open_book(root, data, worker or f"{socket.gethostname()}-{os.getpid()}", expiry)
+    # Runs that end each stream at the same sample have the same goal.
+    goal = repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
+    book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=goal)
     snapshots, left = SnapshotReader(root), _planned_streams(data)
     count, turn, finished = len(left), 0, 0
     failed: list[SpileError] = []
     while True:
         claim = take_unfinished(book, snapshots, left) if hosts.first else None
         turn += 1  # A key of a pod must not be used twice: the other hosts would read its old value.
-        stream = int(hosts.agree(f"claim/{turn}", _NOTHING if claim is None else claim.stream))
-        if stream == _NOTHING:
+        stream: int | None = hosts.agree(f"claim/{turn}", None if claim is None else claim.stream)
+        if stream is None:
             if failed:
                 raise failed[0]
             log("no stream is left to claim")
@@ -80,12 +79,6 @@ def work_on_claims(
             left.pop(stream, None)  # --max-tokens may end a stream before its last sample
         elif code != Fenced.exit_code:
             return code
-
-
-def _open_book(root: Folder, data: DataSpec, worker: str, expiry: float) -> ClaimBook:
-    # Runs that end each stream at the same sample have the same goal.
-    goal = repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
-    return ClaimBook(root, worker, expiry=expiry, goal=goal)
 
 
 def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], None]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -336,7 +336,7 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
     spec = replace(spec, data=stored_tokens(spec.data))
     with progress.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         auto = spec.device == "auto"
-        devices = threads.submit(_timed, progress, "devices", partial(select_device, "auto")) if auto else None
+        devices = threads.submit(progress.span("devices")(select_device), "auto") if auto else None
         home = open_folder(spec.output)
         root = home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
         known = read_run(root)
@@ -347,16 +347,8 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
         names = spec.stream_names if known is None else known.folders
         spec = replace(spec, backend=backend, stream_names=names)
         spec = within_positions(spec, files, backend)
-        weights = threads.submit(_timed, progress, "the weights' checksum", files.weights_hash)
+        weights = threads.submit(progress.span("the weights' checksum")(files.weights_hash))
         return _resolve(spec, root, known, files, platform, weights)
-
-
-T = TypeVar("T")
-
-
-def _timed(progress: Progress, name: str, work: Callable[[], T]) -> T:
-    with progress.span(name):
-        return work()
 
 
 def _resolve(
