@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -43,21 +44,15 @@ def work_on_claims(
         log: Called with each log line.
     """
     hosts, root = hosts or WorkerGroup(), open_folder(output)
-    # Runs that end each stream at the same sample have the same goal.
-    goal = repr((data.max_samples, data.max_tokens, data.max_bytes, data.expect_split))
-    book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=goal)
+    goal = data.max_samples, data.max_tokens, data.max_bytes, data.expect_split  # what ends a stream
+    book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=repr(goal))
     snapshots, left = SnapshotReader(root), _planned_streams(data)
-    count, turn, finished = len(left), 0, 0
-    failed: list[SpileError] = []
-    while True:
+    count, finished, failed = len(left), 0, list[SpileError]()
+    for turn in itertools.count(1):  # A key of a pod must not be used twice: other hosts would read its old value.
         claim = take_unfinished(book, snapshots, left) if hosts.first else None
-        turn += 1  # A key of a pod must not be used twice: the other hosts would read its old value.
         stream: int | None = hosts.agree(f"claim/{turn}", None if claim is None else claim.stream)
         if stream is None:
-            if failed:
-                raise failed[0]
-            log("no stream is left to claim")
-            return 0
+            break
         log(f"stream {stream} of {count}")
         try:
             code = run(stream) if claim is None else _run_claimed(claim, run, log)
@@ -79,6 +74,10 @@ def work_on_claims(
             left.pop(stream, None)  # --max-tokens may end a stream before its last sample
         elif code != Fenced.exit_code:
             return code
+    if failed:
+        raise failed[0]
+    log("no stream is left to claim")
+    return 0
 
 
 def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], None]) -> int:
