@@ -139,7 +139,7 @@ class NumpyProducer(Producer):
     def _block(self, batch: Batch, packed, places, tap: int, group: int) -> RowBlock:
         rows = packed.reshape(self.groups, batch.rows, 3, batch.length)[group]
         whole = np.concatenate([_values(tokens, positions, tap) for tokens, positions, _ in rows])
-        real = sum(sample.rows for sample in batch.of(group))
+        real = batch.stored_rows_of(group)
         rows = whole[places[group]]
         rows[real:] = np.nan
         return RowBlock(group, rows)

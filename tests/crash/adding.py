@@ -20,7 +20,7 @@ from spile.store.stream import StreamStore
 from spile.store.streams import Stream, join_addition, open_streams
 from spile.worker.backfill import add_to_stream
 from spile.worker.batches import Sizes
-from spile.worker.producer import Control, Verdict
+from spile.worker.producer import Control, Decision
 from spile.worker.progress import Progress
 from world import NumpyProducer, stream_identity
 
@@ -51,9 +51,9 @@ class StopAfter(Control):
         super().__init__(threading.Event(), None)
         self._left = batches
 
-    def verdict(self) -> Verdict:
+    def decide(self) -> Decision:
         self._left -= 1
-        return "go" if self._left >= 0 else "stop"
+        return "continue" if self._left >= 0 else "stop"
 
 
 def add(

@@ -72,7 +72,7 @@ def check_rows(case, files, shape):
         for tap, blocks in zip(taps, producer.fetch(producer.start(batch)), strict=True):
             for block in blocks:
                 start = 0
-                for sample in batch.of(block.group):
+                for sample in batch.samples_of(block.group):
                     found = np.asarray(block.rows[start : start + len(sample)])
                     wanted = golden[str(tap)][sample.index % 2][: len(sample)].copy()
                     if tap.site == "loss":

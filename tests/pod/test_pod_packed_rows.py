@@ -39,7 +39,7 @@ def rows(shape):
         for tap, blocks in enumerate(producer.fetch(producer.start(batch))):
             for block in blocks:
                 start = 0
-                for sample in batch.of(block.group):
+                for sample in batch.samples_of(block.group):
                     found[tap, sample.index] = np.array(block.rows[start : start + len(sample)])
                     start += len(sample)
     producer.close()

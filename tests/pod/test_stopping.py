@@ -144,7 +144,7 @@ import json
 from spile.worker import batches
 from spile.worker import sizes as sizing
 sizing._ROWS = {"cpu": (512, False)}
-batches._WINDOW_TOKENS, batches._FIRST_WINDOW, batches._WINDOW = 2000, 1, 1  # the long ones come in a later window
+batches._CHUNK_TOKENS, batches._FIRST_CHUNK, batches._CHUNK = 2000, 1, 1  # the long ones come in a later chunk
 texts = ["1 2 " * 20] * 120 + ["1 2 " * 350] * 6
 (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + chr(10) for text in texts))
 real, shapes = device.DeviceProducer.compile, set()

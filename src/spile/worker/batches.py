@@ -1,8 +1,8 @@
 """Batch planning: pack samples into batches of one or two shapes under a token budget.
 
 A batch is a rectangle of ``groups × rows`` batch rows. A group is what one device or one model-parallel set of devices
-computes: one device has one group, eight data-parallel devices have eight. Samples are read in windows of bounded size
-and packed into batch rows by best fit, the longest first. Batch rows that do not fill a batch wait for the next window,
+computes: one device has one group, eight data-parallel devices have eight. Samples are read in chunks of bounded size
+and packed into batch rows by best fit, the longest first. Batch rows that do not fill a batch wait for the next chunk,
 so the only padding of a run is what packing leaves and a part of the last batch.
 
 This module is pure: no files, network, clock or threads.
@@ -21,14 +21,14 @@ Row = tuple[Sample, ...]
 
 AHEAD = 3
 """Default number of batches in flight beyond one per writer: two on the device and one on its way to the host."""
-_FIRST_WINDOW, _WINDOW = 4, 64
-"""Batches per window: few at first because the device is waiting, then more because larger windows pack better."""
-_WINDOW_TOKENS = 1 << 17
-"""Least tokens per window. They take a tenth of a second to tokenize; fewer would not fill batch rows well."""
-_WINDOW_SAMPLES, _GROUP_SAMPLES = 8192, 2048
-"""Most samples per window, in total and per group, so that memory stays bounded for very short samples."""
+_FIRST_CHUNK, _CHUNK = 4, 64
+"""Batches per chunk of samples: few at first because the device is waiting, then more because they pack better."""
+_CHUNK_TOKENS = 1 << 17
+"""Least tokens per chunk. They take a tenth of a second to tokenize; fewer would not fill batch rows well."""
+_CHUNK_SAMPLES, _GROUP_SAMPLES = 8192, 2048
+"""Most samples per chunk, in total and per group, so that memory stays bounded for very short samples."""
 _FULL = 31 / 32
-"""A batch row that is less full than this waits once for the samples of the next window."""
+"""A batch row that is less full than this waits once for the samples of the next chunk."""
 _NEAR = 4
 """A batch row may be this many times as long as needed if a program for that length exists already."""
 _SMALL = 2
@@ -39,7 +39,7 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def single_row(length: int) -> int:
+def single_row_length(length: int) -> int:
     """Return the padded length of a batch row with one sample: at most an eighth longer, so few lengths occur."""
     step = max(64, (1 << max(length - 1, 1).bit_length() - 1) // 8)
     return -(-length // step) * step
@@ -67,14 +67,14 @@ class Sizes:
     """Least length of a batch row. A row of several times the longest sample packs better."""
     short_tail: bool = False
     """Whether the last batch gets a smaller shape. That needs another program but computes less padding."""
-    window: int = _WINDOW
-    """Most batches whose samples are read, and computed in any order, before the next ones."""
+    chunk_batches: int = _CHUNK
+    """Most batches whose samples are read and packed together; they are computed in any order."""
 
     def for_samples(self, lengths: Sequence[int], groups: int) -> Sizes:
         """Return sizes for a run of just these samples: a small run gets a batch that is not mostly padding."""
         per_group = -(-sum(lengths) // groups) + (max(lengths, default=0) if groups > 1 else 0)
         small = _SMALL * per_group <= self.batch_tokens
-        tokens = single_row(max(1, per_group)) if small else self.batch_tokens
+        tokens = single_row_length(max(1, per_group)) if small else self.batch_tokens
         return replace(self, batch_tokens=tokens, groups=groups)
 
     def row_length(self, longest: int, known: Iterable[int] = ()) -> int:
@@ -95,9 +95,9 @@ class Sizes:
         return rows if self.batch_size is None else min(rows, self.batch_size)
 
     @property
-    def window_samples(self) -> int:
+    def chunk_samples(self) -> int:
         """Most samples that are read before batches are formed."""
-        return max(_WINDOW_SAMPLES, _GROUP_SAMPLES * self.groups)
+        return max(_CHUNK_SAMPLES, _GROUP_SAMPLES * self.groups)
 
     def short_shape(self, length: int, tail: Sequence[Row]) -> tuple[int, int]:
         """Return (rows per group, length) of a batch that holds just these batch rows, at most an eighth too many."""
@@ -105,7 +105,7 @@ class Sizes:
         step = max(1, rows // 8)
         rows = min(rows, -(-len(tail) // (self.groups * step)) * step)
         filled = max(sum(map(len, row)) for row in tail)
-        return rows, min(length, single_row(filled)) if len(tail) == 1 else length
+        return rows, min(length, single_row_length(filled)) if len(tail) == 1 else length
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,13 @@ class Batch:
         """(rows, length) of a group: what a program is compiled for."""
         return self.rows, self.length
 
-    def of(self, group: int) -> list[Sample]:
+    def samples_of(self, group: int) -> list[Sample]:
         """Return the samples of a group in the order in which a shard stores them."""
         return [sample for row in self.groups[group] for sample in row]
+
+    def stored_rows_of(self, group: int) -> int:
+        """Return the number of activation rows that are stored of a group."""
+        return sum(sample.rows for sample in self.samples_of(group))
 
     @property
     def samples(self) -> list[Sample]:
@@ -167,7 +171,9 @@ class Batch:
         """Return the same samples, in the same order, as two batches of half the rows."""
         rows, every = -(-self.rows // 2), [row for group in self.groups for row in group]
         middle = rows * len(self.groups)
-        first, rest = (_batch(half, rows, self.length, len(self.groups)) for half in (every[:middle], every[middle:]))
+        first, rest = (
+            _make_batch(half, rows, self.length, len(self.groups)) for half in (every[:middle], every[middle:])
+        )
         return first, rest
 
 
@@ -175,24 +181,24 @@ def batches(samples: Iterable[Sample], sizes: Sizes) -> Iterator[Batch]:
     """Yield batches that hold every sample once. The same samples always give the same batches."""
     known: list[int] = []
     waiting: list[Sample] = []
-    for window, last in _windows(samples, sizes):
+    for chunk, last in _chunks(samples, sizes):
         old = {id(sample) for sample in waiting}
-        pool = sorted(waiting + window, key=lambda sample: (-len(sample), sample.index))
+        pool = sorted(waiting + chunk, key=lambda sample: (-len(sample), sample.index))
         waiting = []
         for length, members in _by_row_length(pool, sizes, known):
             # Samples that have waited once go first, so that no sample waits for ever; then the fullest batch rows.
-            rows = _packed(sorted(members, key=lambda sample: id(sample) not in old), length)
+            rows = _pack(sorted(members, key=lambda sample: id(sample) not in old), length)
             rows.sort(key=lambda row: (not last and id(row[0]) not in old, -sum(map(len, row)), row[0].index))
             size = sizes.rows(length) * sizes.groups
             full = sum(1 for row in rows if id(row[0]) in old or sum(map(len, row)) >= _FULL * length)
             ready = _ready_rows(len(rows), len(rows) if last else full, size, keep_one=last and sizes.short_tail)
             for start in range(0, ready, size):
-                yield _batch(rows[start : start + size], sizes.rows(length), length, sizes.groups)
+                yield _make_batch(rows[start : start + size], sizes.rows(length), length, sizes.groups)
             tail = rows[ready:]
-            many = sum(map(len, tail)) >= sizes.window_samples  # samples so short that a window fills no batch
+            many = sum(map(len, tail)) >= sizes.chunk_samples  # samples so short that a chunk fills no batch
             if tail and (last or many):
                 short = sizes.short_shape(length, tail) if many or sizes.short_tail else (sizes.rows(length), length)
-                yield _batch(tail, *short, sizes.groups)
+                yield _make_batch(tail, *short, sizes.groups)
             else:
                 waiting += [sample for row in tail for sample in row]
 
@@ -227,22 +233,24 @@ def batches_in_order(samples: Sequence[Sample], sizes: Sizes, known: list[int]) 
     for start in range(0, len(rows), size):
         some = [tuple(row) for row in rows[start : start + size]]
         short = sizes.short_tail and len(some) < size
-        yield _batch(some, *(sizes.short_shape(length, some) if short else (sizes.rows(length), length)), sizes.groups)
+        yield _make_batch(
+            some, *(sizes.short_shape(length, some) if short else (sizes.rows(length), length)), sizes.groups
+        )
 
 
-def _windows(samples: Iterable[Sample], sizes: Sizes) -> Iterator[tuple[list[Sample], bool]]:
+def _chunks(samples: Iterable[Sample], sizes: Sizes) -> Iterator[tuple[list[Sample], bool]]:
     """Yield lists of samples of bounded size, each with whether it is the last one."""
-    window: list[Sample] = []
-    tokens, size = 0, _FIRST_WINDOW
+    chunk: list[Sample] = []
+    tokens, size = 0, _FIRST_CHUNK
     batch = sizes.batch_tokens * sizes.groups
     for sample in samples:
-        if tokens >= max(size * batch, _WINDOW_TOKENS) or len(window) >= sizes.window_samples:
-            yield window, False
-            window, tokens, size = [], 0, min(2 * size, sizes.window)
-        window.append(sample)
+        if tokens >= max(size * batch, _CHUNK_TOKENS) or len(chunk) >= sizes.chunk_samples:
+            yield chunk, False
+            chunk, tokens, size = [], 0, min(2 * size, sizes.chunk_batches)
+        chunk.append(sample)
         tokens += len(sample)
-    if window:
-        yield window, True
+    if chunk:
+        yield chunk, True
 
 
 def _by_row_length(pool: Sequence[Sample], sizes: Sizes, known: list[int]) -> Iterator[tuple[int, Sequence[Sample]]]:
@@ -260,7 +268,7 @@ def _by_row_length(pool: Sequence[Sample], sizes: Sizes, known: list[int]) -> It
         pool = pool[split:]
 
 
-def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
+def _pack(samples: Sequence[Sample], length: int) -> list[Row]:
     """Pack by best fit: each sample, in this order, into the fullest batch row that has room for it."""
     rows: list[list[Sample]] = []
     free: list[tuple[int, int]] = []
@@ -277,5 +285,5 @@ def _packed(samples: Sequence[Sample], length: int) -> list[Row]:
     return [tuple(row) for row in rows]
 
 
-def _batch(rows: Sequence[Row], count: int, length: int, groups: int) -> Batch:
+def _make_batch(rows: Sequence[Row], count: int, length: int, groups: int) -> Batch:
     return Batch(tuple(tuple(rows[g * count : (g + 1) * count]) for g in range(groups)), count, length)

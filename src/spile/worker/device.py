@@ -202,7 +202,7 @@ class DeviceProducer(Producer):
         rows, length = batch.shape
         block = max(self._block, rows * length)
         if self._positions != ALL:
-            stored = max((sum(sample.rows for sample in batch.of(g)) for g in range(len(batch.groups))), default=0)
+            stored = max(map(batch.stored_rows_of, range(len(batch.groups))), default=0)
             block = min((block // part for part in _BLOCK_PARTS if block // part >= stored), default=block)
         return rows, length, max(1, block)
 

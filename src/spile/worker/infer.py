@@ -32,7 +32,7 @@ from spile.store.predictions import read_answers
 from spile.store.run import claim_answers
 from spile.store.stream import StreamStore, read_stream
 from spile.worker.batches import Batch, Sizes
-from spile.worker.producer import Control, Producer, RowBlock, Verdict
+from spile.worker.producer import Control, Decision, Producer, RowBlock
 from spile.worker.progress import Progress
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class AnswerBatch(Batch):
 
 
 class AnswerProducer(Producer):
-    """The base class of generators. It asks the control itself, because it computes while it makes batches."""
+    """The base class of generators, which compute while they make batches."""
 
-    asks_control = True
+    generates = True
 
     def __init__(
         self, tokenizer: Tokenizer, capture: Capture, progress: Progress, *, positions: str = ALL, seed: int = 0
@@ -135,14 +135,14 @@ class AnswerProducer(Producer):
         samples: Iterator[Sample],
         sizes: Sizes,  # noqa: ARG002 - a generator has its own plan
         control: Control,
-    ) -> Iterator[Batch | Verdict]:
-        """Generate answers, and yield each as a batch when it ends; ask the control after each step."""
+    ) -> Iterator[Batch | Decision]:
+        """Generate answers, and yield each as a batch when it ends, and the decision of the control after each step."""
         for ended in self.answers(samples):
             for answer in ended:
                 yield self._batch(answer)
-            verdict = control.verdict()
-            if verdict != "go":
-                yield verdict
+            decision = control.decide()
+            if decision != "continue":
+                yield decision
                 control.committed()
 
     def start(self, batch: Batch) -> Batch:

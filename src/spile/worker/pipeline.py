@@ -31,7 +31,7 @@ from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
 from spile.store.stream import StreamStore
 from spile.worker.batches import AHEAD, Batch, Sizes
-from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, Verdict
+from spile.worker.producer import Control, Decision, OutOfDeviceMemory, Producer, TokenLimit
 from spile.worker.progress import Progress
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class ShardTask:
 
 def plan_shards(
     items: Iterable[Sample | Skip],
-    make_batches: Callable[[Iterator[Sample]], Iterable[Batch | Verdict]],
+    make_batches: Callable[[Iterator[Sample]], Iterable[Batch | Decision]],
     bytes_per_token: int,
     shard_bytes: float,
 ) -> Iterator[ShardTask]:
@@ -196,7 +196,7 @@ def plan_shards(
 
     Args:
         items: The samples of the stream that are left, and those to skip.
-        make_batches: Turns samples into batches; a verdict ``commit`` closes the shard, ``stop`` ends the run.
+        make_batches: Turns samples into batches; a decision ``commit`` closes the shard, ``stop`` ends the run.
         bytes_per_token: What one token takes in a shard.
         shard_bytes: The size of a shard; a single batch may exceed it.
     """
@@ -269,17 +269,17 @@ def run_pipeline(
 
     """
     sizes = replace(sizes, groups=producer.groups)
-    answers, stopped = producer.asks_control, False  # the length of an answer is known once it is made
+    generates, stopped = producer.generates, False  # the length of an answer is known once it is made
 
-    def make_batches(samples: Iterator[Sample]) -> Iterator[Batch | Verdict]:
+    def make_batches(samples: Iterator[Sample]) -> Iterator[Batch | Decision]:
         nonlocal stopped
         for batch in producer.batches(samples, sizes, control):
-            if answers and limit is not None and isinstance(batch, Batch):
+            if generates and limit is not None and isinstance(batch, Batch):
                 limit.add(batch.stored_rows)
             stopped = batch == "stop"
             yield batch
 
-    items = items if limit is None else limit.cut(items, count=not answers)
+    items = items if limit is None else limit.cut(items, count=not generates)
     tasks = plan_shards(items, make_batches, sink.bytes_per_token, sizes.shard_bytes)
     return Pipeline(producer, sink, control, progress, sizes).run(tasks) and not stopped
 
@@ -376,8 +376,8 @@ class Pipeline:
     def _plan(self, tasks: Iterable[ShardTask]) -> None:
         iterator = iter(tasks)
         while not self._stopped:
-            # A producer that asks the control computes in here and measures its own stages.
-            with nullcontext() if self._producer.asks_control else self._progress.busy("tokenizer"):
+            # A producer that generates computes in here and measures its own stages.
+            with nullcontext() if self._producer.generates else self._progress.busy("tokenizer"):
                 task = next(iterator, None)
             if task is None:
                 break
@@ -409,10 +409,11 @@ class Pipeline:
             if shard is not None:
                 open_[writer] = self._advance(shard, open_)
             if self._stopped:
-                self._close_all(open_)
-                more = False
-        for _ in tasks if self._stopped else ():
-            pass  # let the planning thread find room, see the flag, and end
+                for shard in filter(None, open_):
+                    self._close_early(shard)
+                for _ in tasks:
+                    pass  # let the planning thread find room, see the flag, and end
+                break
         self._started.put(None)
 
     def _load(self, writer: int) -> int:
@@ -431,12 +432,15 @@ class Pipeline:
         if shard.waiting and self._fits(shard.waiting[0]):  # no wait for a program that will not run
             self._progress.start()
             self._producer.await_program(shard.waiting[0], lambda: self._threads.failed or self._control.stopping())
-        verdict = "go" if self._producer.asks_control else self._control.verdict()
-        if verdict == "stop":
+        decision = "continue" if self._producer.generates else self._control.decide()
+        if decision == "stop":
             self._stopped = True
             return shard
-        if verdict == "commit" and shard.started:
-            self._close_all(open_, reopen=True)
+        if decision == "commit" and shard.started:
+            for each in filter(None, open_):
+                if each.started and not each.task.undivided:
+                    open_[each.writer] = self._reopen(each)
+            self._control.committed()
             shard = open_[shard.writer] or shard
         if shard.waiting:
             batch = shard.waiting[0]
@@ -487,19 +491,8 @@ class Pipeline:
         else:
             self._drop(shard)
 
-    def _close_all(self, open_: list[_Shard | None], reopen: bool = False) -> None:
-        for writer, shard in enumerate(open_):
-            if shard is None:
-                continue
-            if reopen:
-                open_[writer] = self._reopen(shard) if shard.started and not shard.task.undivided else shard
-            else:
-                self._close_early(shard)
-                open_[writer] = None
-        self._control.committed()
-
     def _own(self, batch: Batch) -> list[Sample]:
-        return [sample for group in self._producer.owned for sample in batch.of(group)]
+        return [sample for group in self._producer.owned for sample in batch.samples_of(group)]
 
     def _fits(self, batch: Batch) -> bool:
         return self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens
@@ -565,7 +558,7 @@ class Pipeline:
         """Write the rows of a batch to their places in the shard, tap after tap."""
         builder, batch, written = step.shard.builder, step.batch, 0
         if builder is not None:
-            sizes = {group: sum(sample.rows for sample in batch.of(group)) for group in self._producer.owned}
+            sizes = {group: batch.stored_rows_of(group) for group in self._producer.owned}
             for tap, of_tap in enumerate(step.rows):
                 row = step.first_row
                 for group, rows in of_tap:

@@ -24,7 +24,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.worker.batches import Batch, Sizes, batches
 
-Verdict = Literal["go", "commit", "stop"]
+Decision = Literal["continue", "commit", "stop"]
 """Continue; commit the open shards and continue; or commit them and end."""
 
 
@@ -35,20 +35,20 @@ class OutOfDeviceMemory(Failure):
 class Control:
     """Decides when shards end early: a signal stops the run, a clock asks for commits.
 
-    On a pod, every host gets the same verdict at the same step (:class:`spile.worker.pod.pod.PodControl`).
+    On a pod, every host gets the same decision at the same step (:class:`spile.worker.pod.pod.PodControl`).
     """
 
     def __init__(self, stop: threading.Event | None = None, commit_every: float | None = None) -> None:
         self._stop, self._every, self._since = stop or threading.Event(), commit_every, time.monotonic()
 
-    def verdict(self) -> Verdict:
-        """Return what to do; asked before each step on the device."""
+    def decide(self) -> Decision:
+        """Return what to do next; called before each step on the device."""
         if self._stop.is_set():
             return "stop"
-        return "commit" if self._every is not None and time.monotonic() - self._since >= self._every else "go"
+        return "commit" if self._every is not None and time.monotonic() - self._since >= self._every else "continue"
 
     def stopping(self) -> bool:
-        """Return whether a wait before the next step is pointless. Only the verdict decides."""
+        """Return whether the run will probably stop, so that waits can end early. Only :meth:`decide` is binding."""
         return self._stop.is_set()
 
     def committed(self) -> None:
@@ -70,8 +70,8 @@ class Producer:
     compiled.
     """
 
-    asks_control = False
-    """Whether :meth:`batches` computes and therefore asks the control itself; otherwise the pipeline asks."""
+    generates = False
+    """Whether :meth:`batches` computes already, and calls :meth:`Control.decide`; otherwise the pipeline calls it."""
     groups: int
     """Groups per batch: the data-parallel width over all hosts."""
     owned: Sequence[int]
@@ -81,9 +81,9 @@ class Producer:
         self,
         samples: Iterator[Sample],
         sizes: Sizes,
-        control: Control,  # noqa: ARG002 - the pipeline asks it when it starts a batch
-    ) -> Iterator[Batch | Verdict]:
-        """Yield batches that hold every sample once, and the control's verdicts if this producer asks for them."""
+        control: Control,  # noqa: ARG002 - the pipeline uses it when it starts a batch
+    ) -> Iterator[Batch | Decision]:
+        """Yield batches that hold every sample once, and the decisions of the control if this producer generates."""
         return batches(samples, sizes)
 
     def prepare(self, batch: Batch) -> None:
@@ -148,7 +148,7 @@ def rows_by_sample(batch: Batch, fetched: Iterable[Sequence[RowBlock]]) -> dict[
     for of_tap in fetched:
         for group, rows in of_tap:
             start = 0
-            for sample in batch.of(group):
+            for sample in batch.samples_of(group):
                 found[sample.index].append(rows[start : start + sample.rows])
                 start += sample.rows
     return found

@@ -64,7 +64,7 @@ _Rows = dict[str, _Array]
 _POLL = 0.5
 """Seconds between checks whether a waiting thread should end."""
 _END_SECONDS = 30.0
-_LEAST_WINDOW = 4
+_LEAST_CHUNK = 4
 """Batches whose samples are packed together, at least: fewer would waste computation on padding."""
 _SHARD_BYTES = 64e6
 """Bytes of rows that the pipeline plans at once if nothing is stored."""
@@ -264,8 +264,10 @@ class BatchComputer:
     def compute(self, batch: Batch) -> list[list[RowBlock]]:
         """Return the rows of each tap, for each group that has samples."""
         found = self._producer.fetch(self._producer.start(batch))
-        stored = [sum(sample.rows for sample in batch.of(group)) for group in range(len(batch.groups))]
-        return [[RowBlock(group, np.array(rows[: stored[group]])) for group, rows in of_tap] for of_tap in found]
+        return [
+            [RowBlock(group, np.array(rows[: batch.stored_rows_of(group)])) for group, rows in blocks]
+            for blocks in found
+        ]
 
 
 _Job = tuple[ExtractSpec, tuple[Tap, ...], int, int]
@@ -593,10 +595,10 @@ class ActivationStream(ShuffledReaders):
 
     def _sizes(self, feed: Feed, reader: SampleReader, groups: int) -> Sizes:
         sizes = sizes_for_stream(self.run.sizes, self.run.spec, reader, groups)
-        # Samples of a window are computed in any order, so its rows are held: at most about as many as the buffer's.
+        # Samples of a chunk are computed in any order, so its rows are held: at most about as many as the buffer's.
         most = feed.buffer_rows // (sizes.batch_tokens * groups)
         shard_bytes = sizes.shard_bytes if self._store else _SHARD_BYTES
-        return replace(sizes, window=max(_LEAST_WINDOW, min(sizes.window, most)), shard_bytes=shard_bytes)
+        return replace(sizes, chunk_batches=max(_LEAST_CHUNK, min(sizes.chunk_batches, most)), shard_bytes=shard_bytes)
 
     def close(self) -> None:
         """End the reader, and release the model."""

@@ -99,7 +99,7 @@ class TorchProducer(Producer):
     def start(self, batch: Batch) -> list[list[Rows]]:
         """Compute a batch; return the rows of each group and tap."""
         check_tokens(batch.samples, self._vocabulary)
-        return list(self._pool.map(self._compute, self.owned, [batch.of(group) for group in self.owned]))
+        return list(self._pool.map(self._compute, self.owned, [batch.samples_of(group) for group in self.owned]))
 
     def _compute(self, group: int, samples: Sequence[Sample]) -> list[Rows]:
         found: dict[int, Sequence[Rows]] = {}

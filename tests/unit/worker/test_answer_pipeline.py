@@ -23,7 +23,7 @@ from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
 from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control, Verdict
+from spile.worker.producer import Control, Decision
 from spile.worker.progress import Progress
 from unit.worker.test_pipeline import Script
 from world import TAPS, D, items, rows_of, run_identity, stream_identity
@@ -84,7 +84,7 @@ def test_every_answer_is_stored_once_with_its_rows(tmp_path: Path, groups: int, 
 
 
 def test_a_stop_commits_the_finished_answers_and_the_next_run_makes_the_others(tmp_path: Path) -> None:
-    finished, stream = run(tmp_path, 30, Script(*["go"] * 6, "stop"), shard_bytes=900)
+    finished, stream = run(tmp_path, 30, Script(*["continue"] * 6, "stop"), shard_bytes=900)
     assert not finished
     assert stream.ledger.done.pairs() == [(0, 8)]  # seven answers, and sample 5, which is skipped
     assert run(tmp_path, 30, Script())[0]
@@ -92,8 +92,8 @@ def test_a_stop_commits_the_finished_answers_and_the_next_run_makes_the_others(t
 
 
 def test_commit_every_closes_the_shard_of_answers(tmp_path: Path) -> None:
-    verdicts: list[Verdict] = ["go", "go", "commit", "go", "commit"]
-    finished, stream = run(tmp_path, 12, Script(*verdicts))
+    decisions: list[Decision] = ["continue", "continue", "commit", "continue", "commit"]
+    finished, stream = run(tmp_path, 12, Script(*decisions))
     assert finished
     assert stream.ledger.shards == 3
     check(tmp_path, 12)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows, row_bytes
-from spile.worker.batches import Batch, Sizes, batches, single_row
+from spile.worker.batches import Batch, Sizes, batches, single_row_length
 from spile.worker.pipeline import plan_shards
 
 
@@ -25,11 +25,11 @@ plans = st.builds(
 
 @given(st.integers(1, 100_000))
 def test_a_row_for_one_sample_has_little_room_to_spare(length):
-    assert length <= single_row(length) <= max(length * 1.125 + 1, length + 63)
+    assert length <= single_row_length(length) <= max(length * 1.125 + 1, length + 63)
 
 
 def test_rows_for_single_samples_are_few():
-    assert len({single_row(n) for n in range(1, 2049)}) <= 24
+    assert len({single_row_length(n) for n in range(1, 2049)}) <= 24
 
 
 @given(lengths, plans)
@@ -41,7 +41,7 @@ def test_every_sample_is_in_one_row_and_fits(sizes, plan):
         assert all(sum(map(len, row)) <= batch.length for group in batch.groups for row in group)
         assert batch.rows == 1 or batch.rows * batch.length <= plan.batch_tokens
         assert plan.batch_size is None or batch.rows <= plan.batch_size
-        assert batch.samples == [sample for group in range(plan.groups) for sample in batch.of(group)]
+        assert batch.samples == [sample for group in range(plan.groups) for sample in batch.samples_of(group)]
         found += [sample.index for sample in batch.samples]
     assert sorted(found) == list(range(len(sizes)))
 
@@ -68,7 +68,7 @@ def test_a_later_window_keeps_the_row_length_it_finds():
 @given(st.lists(st.integers(1, 500), min_size=500, max_size=2000))
 @settings(max_examples=20, deadline=None)
 def test_no_sample_waits_longer_than_a_window(sizes):
-    """A sample is at most two windows behind the newest of its batch."""
+    """A sample is at most two chunks behind the newest of its batch."""
     plan = Sizes(512, None, 512, shortest_row=512)
     newest = 0
     for batch in batches(make(sizes), plan):

@@ -36,12 +36,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("writers", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("verdicts", [(), ("go",) * 4 + ("commit",), ("go",) * 7 + ("stop",)])
-def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, writers: int, groups: int, verdicts: Any) -> None:
+@pytest.mark.parametrize("decisions", [(), ("continue",) * 4 + ("commit",), ("continue",) * 7 + ("stop",)])
+def test_nothing_is_left_of_what_was_there_before(tmp_path: Path, writers: int, groups: int, decisions: Any) -> None:
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(70, seed=groups))]
     stream = open_stream(tmp_path, 70)
     sizes = Sizes(128, None, 64, 9000, writers)
-    run_pipeline(items, NumpyProducer(groups), Sink(stream), sizes, progress=Progress(), control=Script(*verdicts))
+    run_pipeline(items, NumpyProducer(groups), Sink(stream), sizes, progress=Progress(), control=Script(*decisions))
     shards = list(tmp_path.glob("tpu_0/shard_*"))
     assert len(shards) == stream.ledger.shards > 0
     for shard in shards:

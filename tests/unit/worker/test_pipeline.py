@@ -14,7 +14,7 @@ from spile.store.run import join_run
 from spile.store.stream import StreamStore, join_stream
 from spile.worker.batches import Sizes, batches
 from spile.worker.pipeline import Pipeline, Sink, plan_shards, run_pipeline
-from spile.worker.producer import Control, OutOfDeviceMemory, RowBlock, Verdict
+from spile.worker.producer import Control, Decision, OutOfDeviceMemory, RowBlock
 from spile.worker.progress import Progress
 from world import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample_of, stream_identity
 
@@ -67,11 +67,11 @@ def planned(items, sizes, bytes_per_token=101):
 class Script:
     """A control with given answers, which then continues."""
 
-    def __init__(self, *verdicts: Verdict) -> None:
-        self.verdicts = list(verdicts)
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions = list(decisions)
 
-    def verdict(self) -> Verdict:
-        return self.verdicts.pop(0) if self.verdicts else "go"
+    def decide(self) -> Decision:
+        return self.decisions.pop(0) if self.decisions else "continue"
 
     def stopping(self) -> bool:
         return False
@@ -101,7 +101,9 @@ def test_every_row_is_where_it_belongs(tmp_path_factory, count, groups, shard_by
 @pytest.mark.parametrize("writers", [1, 3])
 def test_a_stop_commits_what_was_started_and_a_second_visit_does_the_rest(tmp_path, writers):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
-    assert not visit(tmp_path, items, sizes=Sizes(128, None, 64, 4000, writers), control=Script(*["go"] * 5, "stop"))
+    assert not visit(
+        tmp_path, items, sizes=Sizes(128, None, 64, 4000, writers), control=Script(*["continue"] * 5, "stop")
+    )
     done = open_stream(tmp_path, 80).ledger.done
     assert 0 < len(done) < 80
     assert visit(tmp_path, items, NumpyProducer(2), sizes=Sizes(300, 2, 64, 1500))
@@ -117,7 +119,9 @@ def test_a_stop_before_the_first_batch_leaves_no_shard(tmp_path):
 def test_commit_every_ends_shards_early(tmp_path):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(40))]
     big = Sizes(128, None, 64, 10**9)
-    assert visit(tmp_path, items, sizes=big, control=Script("go", "go", "commit", "go", "go", "commit"))
+    assert visit(
+        tmp_path, items, sizes=big, control=Script("continue", "continue", "commit", "continue", "continue", "commit")
+    )
     assert open_stream(tmp_path, 40).ledger.shards == 3
     check(tmp_path, items)
 
@@ -125,7 +129,7 @@ def test_commit_every_ends_shards_early(tmp_path):
 def test_commit_every_ends_the_shards_of_all_lanes(tmp_path):
     items = [sample_of(i, length=n) for i, n in enumerate(lengths(80))]
     sizes = Sizes(128, None, 64, 6000, writers=3)
-    assert visit(tmp_path, items, sizes=sizes, control=Script(*["go"] * 7, "commit", *["go"] * 4, "commit"))
+    assert visit(tmp_path, items, sizes=sizes, control=Script(*["continue"] * 7, "commit", *["continue"] * 4, "commit"))
     check(tmp_path, items)
 
 
@@ -318,8 +322,8 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
     check(tmp_path, items)
 
 
-@pytest.mark.parametrize("verdicts", [(), ("go", "go", "stop")])
-def test_bytes_grow_with_each_batch_and_end_as_the_ledger_has_them(tmp_path, verdicts) -> None:
+@pytest.mark.parametrize("decisions", [(), ("continue", "continue", "stop")])
+def test_bytes_grow_with_each_batch_and_end_as_the_ledger_has_them(tmp_path, decisions) -> None:
     """A shard of 1 GB took minutes during which the display said 0 bytes."""
     seen = []
 
@@ -331,7 +335,7 @@ def test_bytes_grow_with_each_batch_and_end_as_the_ledger_has_them(tmp_path, ver
 
     items = [sample_of(index, length=n) for index, n in enumerate(lengths(40))]
     progress = Counting()
-    visit(tmp_path, items, sizes=Sizes(128, None, 64, 1e6), control=Script(*verdicts), progress=progress)
+    visit(tmp_path, items, sizes=Sizes(128, None, 64, 1e6), control=Script(*decisions), progress=progress)
     growing = [count for shards, count in seen if shards == 0]
     assert growing == sorted(set(growing))
     assert growing[0] > 0

@@ -1,7 +1,7 @@
 """A pod: the processes of many hosts that act as one worker.
 
 The worker sees a :class:`WorkerGroup`, which is one process or a :class:`Pod`. The processes of a pod meet in a roll
-call, connect to one coordination service, agree on verdicts and commit together. Each process sends a heartbeat and
+call, connect to one coordination service, agree on decisions and commit together. Each process sends a heartbeat and
 watches those of the others. A thread that waits in a collective for a dead host cannot be interrupted, so
 the watch ends the whole process with one line.
 """
@@ -30,7 +30,7 @@ from spile.worker.pipeline import Sink
 from spile.worker.pod.coordination import Coordination, Service
 from spile.worker.pod.identity import Identity
 from spile.worker.pod.rollcall import Line, answer_roll_call, hold_roll_call
-from spile.worker.producer import Control, Verdict
+from spile.worker.producer import Control, Decision
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class WorkerGroup:
         """Wait for all processes; :class:`PodError` names the missing ones."""
 
     def control(self, local: Control) -> Control:
-        """Return a control that gives every process the same verdicts."""
+        """Return a control that gives every process the same decisions."""
         return local
 
     def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
@@ -184,16 +184,16 @@ def _reported(heartbeat: str) -> str:
     return heartbeat.partition("\t")[2] or "nothing"
 
 
-# -- verdicts and commits ---------------------------------------------------------------------------------------------
+# -- decisions and commits --------------------------------------------------------------------------------------------
 
 _AHEAD = 4
 """Steps that process 0 may be ahead of the slowest host."""
 _KEPT = 64
-"""Verdicts that stay in the directory; no host is ever that far behind."""
+"""Decisions that stay in the directory; no host is ever that far behind."""
 
 
 class PodControl(Control):
-    """A control that gives every host the same verdicts: process 0 decides, the others ask."""
+    """A control that gives every host the same decisions: process 0 decides, the others ask."""
 
     def __init__(self, pod: Pod, local: Control) -> None:
         self._pod, self._local = pod, local
@@ -201,11 +201,11 @@ class PodControl(Control):
         self._asked: dict[int, list[str]] = {}
         """The step that each other host asked about last, and ``stop`` if it got a signal."""
 
-    def verdict(self) -> Verdict:
-        """Return the verdict of the next step. Every host asks once before each step."""
+    def decide(self) -> Decision:
+        """Return the decision about the next step. Every host calls this once before each step."""
         self._number += 1
-        mine = self._local.verdict()
-        return self._decide(mine) if self._pod.identity.first else self._ask(mine)
+        mine = self._local.decide()
+        return self._decide_for_all(mine) if self._pod.identity.first else self._ask(mine)
 
     def stopping(self) -> bool:
         """Return whether a signal arrived here or, as far as is known, on another host."""
@@ -214,19 +214,19 @@ class PodControl(Control):
         if self._pod.identity.first:
             self._asked = self._read_asked()
             return self._stop_requested()
-        return self._pod.coordination.entries("verdict").get(f"{self._number + 1}") == "stop"
+        return self._pod.coordination.entries("decision").get(f"{self._number + 1}") == "stop"
 
     def committed(self) -> None:
         self._local.committed()
 
-    def _decide(self, mine: Verdict) -> Verdict:
+    def _decide_for_all(self, mine: Decision) -> Decision:
         if late := self._pod.wait_while(self._behind, self._pod.times.barrier):
             raise self._pod.late_error(late, f"come to batch {self._number - _AHEAD}")
-        verdict: Verdict = "stop" if self._stop_requested() else mine
-        self._pod.coordination.put(f"verdict/{self._number}", verdict)
+        decision: Decision = "stop" if self._stop_requested() else mine
+        self._pod.coordination.put(f"decision/{self._number}", decision)
         if self._number > _KEPT:
-            self._pod.coordination.delete(f"verdict/{self._number - _KEPT}")
-        return verdict
+            self._pod.coordination.delete(f"decision/{self._number - _KEPT}")
+        return decision
 
     def _behind(self) -> list[int]:
         """Return the hosts that are too far behind this one."""
@@ -240,10 +240,10 @@ class PodControl(Control):
     def _stop_requested(self) -> bool:
         return any("stop" in words for words in self._asked.values())
 
-    def _ask(self, mine: Verdict) -> Verdict:
+    def _ask(self, mine: Decision) -> Decision:
         wish = " stop" if mine == "stop" else ""
         self._pod.coordination.put(f"asked/{self._pod.identity.process}", f"{self._number}{wish}")
-        return cast(Verdict, self._pod.wait_for(f"verdict/{self._number}", 0, f"decide about batch {self._number}"))
+        return cast(Decision, self._pod.wait_for(f"decision/{self._number}", 0, f"decide about batch {self._number}"))
 
 
 class PodSink(Sink):
