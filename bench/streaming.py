@@ -65,7 +65,7 @@ def memory():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-reader = PartReader(open_input(DataSpec(dataset=sys.argv[1])), (0, ""), (), None)
+reader = PartReader(open_input(DataSpec(dataset=sys.argv[1])))
 began, used, marks, rows = time.perf_counter(), time.process_time(), [], 0
 for rows, _ in enumerate(reader.lines(), 1):
     if rows % 500_000 == 0:

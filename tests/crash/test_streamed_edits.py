@@ -44,7 +44,7 @@ def chatml(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows are read before the run, and parts have two rows."""
-    monkeypatch.setattr(stream_module, "HEAD", 20)
+    monkeypatch.setattr(stream_module, "HEAD_BYTES", 20)
     monkeypatch.setattr(lines_module, "_PART_ROWS", 2)
 
 

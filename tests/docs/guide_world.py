@@ -146,7 +146,7 @@ def _with_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(barc_rows()).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr("spile.data.tables._reach", lambda: None)
+    monkeypatch.setattr("spile.data.tables._check_connection", lambda: None)
 
 
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

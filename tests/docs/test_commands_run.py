@@ -83,7 +83,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
     with guide_world(tmp_path, monkeypatch, capfd) as made:
         monkeypatch.setattr(datasets, "load_dataset", load)
-        monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: COMMIT)
+        monkeypatch.setattr("spile.data.tables.resolve_commit", lambda *_: COMMIT)
         monkeypatch.setattr("spile.data.tables.Hub._parquet_files", [])
         one_machine(monkeypatch)
         here = Path.cwd()

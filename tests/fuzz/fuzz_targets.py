@@ -31,7 +31,7 @@ from spile.data.arc.prompts import draw
 from spile.data.chat import ChatTemplate
 from spile.data.convert import convert
 from spile.data.manifest import StreamsManifest
-from spile.data.rows import chat_of, parse_row, task_of, text_of
+from spile.data.rows import parse_messages, parse_row, parse_task, parse_text
 from spile.data.stream import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
@@ -261,7 +261,7 @@ class Targets:
 
     def row(self) -> Target:
         def read(data: bytes) -> None:
-            for part in (task_of, chat_of, lambda row, place: text_of(row, "text", place)):
+            for part in (parse_task, parse_messages, lambda row, place: parse_text(row, "text", place)):
                 with_ours(lambda part=part: part(parse_row(data, "row"), "row"))  # type: ignore[misc]
 
         return b'{"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[1]], "output": [[2]]}]}', read

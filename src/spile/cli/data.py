@@ -17,7 +17,7 @@ from spile.data.convert import ItemTally, RowSelection
 from spile.data.convert import convert as convert_dataset
 from spile.data.manifest import MANIFEST, StreamsManifest, read_manifest
 from spile.data.manifest import upload as upload_streams
-from spile.data.split import make_streams, refuse_others
+from spile.data.split import make_streams, refuse_other_split
 from spile.errors import DataError, SpecError
 from spile.objects import bucket_url, is_remote, open_folder
 from spile.spec.options import names
@@ -133,7 +133,7 @@ def streams(
             selection=source.selection(names(keep or "")),
         )
         if there is not None:
-            refuse_others(there, made.manifest, f"{output_dir}/{MANIFEST}")
+            refuse_other_split(there, made.manifest, f"{output_dir}/{MANIFEST}")
     _print_tally(made.tally)
     counts = sorted({entry.samples for entry in made.manifest.streams})
     each = f"{counts[0]:,} samples each" if len(counts) == 1 else f"{counts[0]:,} or {counts[-1]:,} samples each"

@@ -133,7 +133,7 @@ class ChatTemplate:
             **self.named,
         )
 
-    def folds_system(self) -> bool:
+    def rejects_system(self) -> bool:
         """Return whether the template refuses or drops system messages, so that they must be joined to the user's."""
         try:
             text = self._render([{"role": "system", "content": _OPEN}, {"role": "user", "content": _CLOSE}], True)

@@ -125,7 +125,7 @@ Progress = Callable[[ItemTally], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class UsableRow:
     """A usable row, in the form in which streams store it."""
 
     task_id: str
@@ -145,7 +145,7 @@ class _Unusable(Exception):
     """A row cannot be used; the text is the reason."""
 
 
-class Unique:
+class DuplicateFinder:
     """Detects duplicate names with 24 bytes per name; they are compared at the end."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Unique:
         return self._rows[int(order[place])], self._rows[int(order[place + 1])]
 
 
-def usable(
+def usable_rows(
     source: RowSource,
     selection: RowSelection,
     tally: ItemTally,
@@ -175,7 +175,7 @@ def usable(
     arc_only: bool = False,
     keep_rejected: bool = False,
     progress: Progress | None = None,
-) -> Iterator[Item]:
+) -> Iterator[UsableRow]:
     """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts.
 
     ``keep_rejected``: also yield a line for each rejected row, so that a run over it records the row as skipped.
@@ -199,13 +199,13 @@ def usable(
             if not keep_rejected:
                 continue
             name = Path(str(source.origin["dataset"])).name
-            item = Item(_numbered(row.number), {}, rejected_line(f"{name} {row.place}: {error}"), row.number)
+            item = UsableRow(_default_id(row.number), {}, rejected_line(f"{name} {row.place}: {error}"), row.number)
         yield item
     if progress is not None:
         progress(tally)
 
 
-def _numbered(number: int) -> str:
+def _default_id(number: int) -> str:
     """Return the name of a row without an id: its row number, which does not depend on the selection."""
     return f"task_{number:08d}"
 
@@ -226,7 +226,7 @@ def _kind(data: dict[str, Any], column: str) -> Kind | None:
     return "text" if isinstance(value, str) or isinstance(data.get("text"), str) else None
 
 
-def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item:
+def _plain(row: SourceRow, kind: Kind | None, column: str) -> UsableRow:
     """Return a chat, a text or token ids unchanged, with a name."""
     if kind is None:
         raise _Unusable(f"no {column!r}, train, messages, text or {TOKENS}")
@@ -238,11 +238,11 @@ def _plain(row: SourceRow, kind: Kind | None, column: str) -> Item:
         raise _Unusable("no text")
     name = row_id(row.data)
     if name is not None:
-        return Item(name, row.data, row.raw, row.number)
-    return Item(_numbered(row.number), {"task_id": _numbered(row.number), **row.data}, None, row.number)
+        return UsableRow(name, row.data, row.raw, row.number)
+    return UsableRow(_default_id(row.number), {"task_id": _default_id(row.number), **row.data}, None, row.number)
 
 
-def _task(row: SourceRow, selection: RowSelection) -> Item:
+def _task(row: SourceRow, selection: RowSelection) -> UsableRow:
     """Return an ARC task: the row itself, or a column of pairs of which the last is the test."""
     data, kept = row.data, {name: row.data[name] for name in selection.keep if name in row.data}
     if "train" in data:
@@ -260,7 +260,7 @@ def _task(row: SourceRow, selection: RowSelection) -> Item:
     most = selection.max_train_examples
     if raw is None or (most is not None and len(data["train"]) > most):
         raw, data = None, {"task_id": name, "train": data["train"][:most], "test": data["test"], **kept}
-    return Item(name, data, raw, row.number, own is not None)
+    return UsableRow(name, data, raw, row.number, own is not None)
 
 
 def _from_pairs(pairs: Any) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _from_pairs(pairs: Any) -> dict[str, Any]:
     return {"train": made[:-1], "test": made[-1:]}
 
 
-def check_usable(tally: ItemTally, names: Unique, source: RowSource, selection: RowSelection) -> None:
+def check_result(tally: ItemTally, names: DuplicateFinder, source: RowSource, selection: RowSelection) -> None:
     """Raise an error if no row of the source is usable, or if a task id occurs twice."""
     if tally.samples == 0:
         why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
@@ -295,7 +295,7 @@ def check_usable(tally: ItemTally, names: Unique, source: RowSource, selection: 
     repeat = names.first_repeat()
     if repeat is not None:
         one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
-        name = next((item.task_id for item in usable(source, one, ItemTally())), "")
+        name = next((item.task_id for item in usable_rows(source, one, ItemTally())), "")
         raise DataError(
             f"task id {name!r} occurs twice in {source.origin['dataset']}",
             expected="each id once",
@@ -335,10 +335,10 @@ def convert(
     pair = format == "arc-json"
     files = (output / CHALLENGES, output / ANSWERS) if pair else (output,)
     before, between, after = (b"{\n", b",\n", b"\n}\n") if pair else (b"", b"", b"")
-    tally, names, unnamed = ItemTally(), Unique(), set[str]()
+    tally, names, unnamed = ItemTally(), DuplicateFinder(), set[str]()
     with workspace(files[0].parent) as work, ExitStack() as stack:
         handles = [stack.enter_context((work / file.name).open("wb", buffering=1 << 20)) for file in files]
-        for item in usable(source, selection, tally, arc_only=True, progress=progress):
+        for item in usable_rows(source, selection, tally, arc_only=True, progress=progress):
             if item.own_id:
                 names.add(item.task_id, item.row)
             elif pair and item.task_id in unnamed:  # equal tasks are one entry of an object
@@ -350,7 +350,7 @@ def convert(
             for handle, entry in zip(handles, _pair_entries(item) if pair else _line(item, test_outputs), strict=True):
                 handle.write(before + entry)
             before = between
-        check_usable(tally, names, source, selection)
+        check_result(tally, names, source, selection)
         for handle, file in zip(handles, files, strict=True):
             handle.write(after)
             handle.flush()
@@ -359,18 +359,18 @@ def convert(
     return Converted(files, tally)
 
 
-def _line(item: Item, test_outputs: bool) -> tuple[bytes]:
+def _line(item: UsableRow, test_outputs: bool) -> tuple[bytes]:
     test = item.data["test"] if test_outputs else _inputs(item)
     line = {"task_id": item.task_id, "train": item.data["train"], "test": test}
     return (orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE),)
 
 
-def _pair_entries(item: Item) -> tuple[bytes, bytes]:
+def _pair_entries(item: UsableRow) -> tuple[bytes, bytes]:
     """Return the entries of a task in the two JSON objects of the challenge, whose keys are task ids."""
     name, challenge = orjson.dumps(item.task_id), {"train": item.data["train"], "test": _inputs(item)}
     outputs = [pair["output"] for pair in item.data["test"] if pair.get("output") is not None]
     return name + b": " + orjson.dumps(challenge), name + b": " + orjson.dumps(outputs)
 
 
-def _inputs(item: Item) -> list[dict[str, Any]]:
+def _inputs(item: UsableRow) -> list[dict[str, Any]]:
     return [{"input": pair["input"]} for pair in item.data["test"]]

@@ -28,9 +28,9 @@ from spile.spec.run import EMBEDDED
 from spile.spec.sample import Part
 
 _CHUNK = 1 << 20
-LONGEST_LINE = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 """Maximum size of a line or a row in bytes."""
-_MOST_COPIED = 8 << 30
+_MAX_COPY_BYTES = 8 << 30
 """Objects above this size are not copied to the local disk but read from the bucket again."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -46,7 +46,7 @@ class Line:
     raw: bytes
 
 
-def changed(location: str, rows: str = "the rows") -> DataError:
+def changed_data(location: str, rows: str = "the rows") -> DataError:
     """Return the error for data that is not what an earlier pass read, or that changes while it is read."""
     return DataError(
         f"{location} changed since it was read",
@@ -69,10 +69,10 @@ def first_bytes(location: str, most: int) -> tuple[bytes, int]:
     return bytes(found.get_range(key, 0, min(most, total))), total
 
 
-class StreamFile:
-    """A file of lines: a path, ``embedded``, or an object in a bucket; or the rows of another source as lines.
+class LineSource:
+    """The lines of a file (a path, ``embedded``, or an object in a bucket), or the rows of another source as lines.
 
-    What comes over the network is kept in a local copy for the next pass.
+    Data from the network is kept in a local copy for the next pass.
     """
 
     def __init__(
@@ -80,27 +80,29 @@ class StreamFile:
         location: str,
         rows: Callable[[int], Iterator[bytes]] | None = None,
         revision: str | None = None,
-        turn: tuple[int, int] = (0, 1),
         *,
+        stream: int = 0,
+        streams: int = 1,
         from_hub: bool = False,
     ) -> None:
-        """Open a file.
+        """Open a source.
 
         Args:
             location: Its path, URL or name.
             rows: Makes the lines of another source from a row number on.
             revision: The commit of a dataset of the hub, whose content never changes.
-            turn: (k, n) reads only one of n streams: rows k, k + n, k + 2n, …, which it numbers from 0.
+            stream: The number of the stream to read, if several streams share the rows.
+            streams: The number of these streams. Stream k of n has the rows k, k + n, k + 2n, …, numbered from 0.
             from_hub: Whether ``rows`` come from the hub.
         """
         self.location, self.revision = location, revision
-        self._stream, self.streams = turn
+        self._stream, self.streams = stream, streams
         self._rows = rows
         self._remote, self._from_hub = is_remote(location), from_hub
         self._copy: IO[bytes] | None = None
         self._path = embedded_tasks() if location == EMBEDDED else Path(location.removeprefix("file://")).expanduser()
         if not self._remote and rows is None:
-            _check(self._path, location)
+            _check_file(self._path, location)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file's bytes in chunks."""
@@ -119,7 +121,7 @@ class StreamFile:
                 while chunk := file.read(_CHUNK):
                     now = os.fstat(file.fileno())
                     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                        raise changed(self.location)  # a line could be half of the old content and half of the new
+                        raise changed_data(self.location)  # a line could be half of the old content and half of the new
                     yield chunk
         except OSError as error:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error
@@ -178,16 +180,16 @@ class StreamFile:
 
     def _split(self, chunks: Iterator[bytes], start: int = 0) -> Iterator[Line]:
         index = number = start
-        held = 0
+        length = 0
         rest: list[bytes] = []
         for chunk in chunks:
             first, *more = chunk.split(b"\n")
             rest.append(first)
-            held += len(first)
-            if held > LONGEST_LINE:
+            length += len(first)
+            if length > MAX_LINE_BYTES:
                 raise DataError(
                     f"{self.location} line {number + 1}",
-                    expected=f"at most {LONGEST_LINE >> 20} MiB in a line",
+                    expected=f"at most {MAX_LINE_BYTES >> 20} MiB in a line",
                     found="more",
                 )
             for following in more:
@@ -197,7 +199,7 @@ class StreamFile:
                     yield Line(index, number, line)
                     index += 1
                 rest = [following]
-                held = len(following)
+                length = len(following)
         line = b"".join(rest).strip()
         if line:
             yield Line(index, number + 1, line)
@@ -214,7 +216,7 @@ def _hashed(chunks: Iterator[bytes], digest: hashlib._Hash | None) -> Iterator[b
 def _append(file: IO[bytes], chunk: bytes) -> bool:
     """Append to a copy; return False if it becomes too large or the disk is full."""
     try:
-        return file.tell() + len(chunk) <= _MOST_COPIED and file.write(chunk) == len(chunk)
+        return file.tell() + len(chunk) <= _MAX_COPY_BYTES and file.write(chunk) == len(chunk)
     except OSError:
         return False
 
@@ -235,12 +237,12 @@ _PART_BYTES, _PART_ROWS = 1 << 20, 8192
 class PartReader:
     """One pass over a dataset. Its rows are hashed part by part; parts that an earlier pass read are compared."""
 
-    file: StreamFile
+    file: LineSource
     known: Sequence[Part] = ()
     """The parts that earlier passes read, from the first row on."""
     head: tuple[int, str] | None = None
     """Of a streamed dataset: the number of rows that were read before the run, and their sha256 in the identity."""
-    ended: bool = False
+    complete: bool = False
     """Whether the known parts are the whole dataset."""
     needed: Callable[[Part], bool] = lambda _: True
     """Whether a known part has rows that are needed. Others are skipped if the content is pinned, else compared."""
@@ -259,24 +261,24 @@ class PartReader:
         for part in self.known:
             needed = self.needed(part)
             if needed or self.file.revision is None:
-                source = source or self._opened(row)
+                source = source or self._open(row)
                 lines = list(islice(source, part.rows))
                 if hash_lines(lines) != part.hash:
-                    raise changed(self.file.location, self.file.span(part))
+                    raise changed_data(self.file.location, self.file.span(part))
                 yield from lines if needed else ()
             else:
                 source = None
             row = part.stop
-        if self.ended:
-            self._refuse_more(source, row)
+        if self.complete:
+            self._refuse_growth(source, row)
             return
-        source = source or self._opened(row, digest)
-        while lines := _take(source):
+        source = source or self._open(row, digest)
+        while lines := _read_part(source):
             self.parts.append(Part(row, len(lines), hash_lines(lines)))
             row += len(lines)
             yield from lines
 
-    def _refuse_more(self, source: Iterator[Line] | None, rows: int) -> None:
+    def _refuse_growth(self, source: Iterator[Line] | None, rows: int) -> None:
         if self.file.revision is None and source is not None and next(source, None) is not None:
             raise DataError(
                 f"{self.file.location} has grown since it was read to its end",
@@ -285,14 +287,14 @@ class PartReader:
                 fix="restore the data, or use another --output",
             )
 
-    def _opened(self, row: int, digest: hashlib._Hash | None = None) -> Iterator[Line]:
+    def _open(self, row: int, digest: hashlib._Hash | None = None) -> Iterator[Line]:
         """Return the lines from a row on. If the content may change, the first rows must be those of the identity."""
         source = self.file.lines(row, digest)
         if row or self.head is None or self.file.revision is not None:
             return source
         first = list(islice(source, self.head[0]))
         if head_hash(first) != self.head[1]:
-            raise changed(self.file.location)
+            raise changed_data(self.file.location)
         return chain(first, source)
 
 
@@ -309,7 +311,7 @@ def hash_lines(lines: Iterable[Line]) -> str:
     return blake2b(b"".join(line.raw + b"\n" for line in lines), digest_size=16).hexdigest()
 
 
-def _take(source: Iterator[Line]) -> list[Line]:
+def _read_part(source: Iterator[Line]) -> list[Line]:
     """Return the lines of the next part."""
     lines: list[Line] = []
     size = 0
@@ -330,7 +332,7 @@ def fetch(location: str) -> Iterator[bytes]:
         raise DataError(f"no such dataset: {location}", fix="check --dataset or --dataset-dir") from error
 
 
-def _check(path: Path, location: str) -> None:
+def _check_file(path: Path, location: str) -> None:
     if path.is_dir():
         raise DataError(
             f"{location} is a folder",

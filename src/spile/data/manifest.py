@@ -14,7 +14,7 @@ import orjson
 from spile.errors import DataError, untrusted
 from spile.objects import Folder, NotFound, read_chunks
 from spile.objects.folder import get_if_present
-from spile.spec.records import known_fields
+from spile.spec.records import read_record
 from spile.spec.run import stream_file_number
 
 MANIFEST = "streams.json"
@@ -70,8 +70,7 @@ class StreamsManifest:
             value: dict[str, Any] = orjson.loads(raw)
             if value["version"] != VERSION:
                 raise DataError(f"{place} has a different version", expected=str(VERSION), found=str(value["version"]))
-            streams = tuple(StreamEntry(**known_fields(StreamEntry, entry)) for entry in value["streams"])
-            return cls(**{**known_fields(cls, value), "streams": streams})
+            return read_record(cls, value)
 
 
 def check_stream(

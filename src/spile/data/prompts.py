@@ -14,7 +14,16 @@ from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import Task
 from spile.data.arc.prompts import arc_messages, augment
 from spile.data.chat import ROLES, ChatTemplate, Message, Rendered
-from spile.data.rows import chat_of, kept_of, refuse_huge, roles_of, row_id, task_of, text_of, tokens_of
+from spile.data.rows import (
+    check_length,
+    parse_messages,
+    parse_roles,
+    parse_task,
+    parse_text,
+    parse_token_ids,
+    row_id,
+    select_kept_fields,
+)
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.run import EVERY_FIELD, DataSpec, PromptSpec
@@ -23,7 +32,7 @@ _log = logging.getLogger("spile.data")
 
 
 @dataclass(frozen=True)
-class Draft:
+class Prompt:
     """A sample before it is tokenized."""
 
     index: int
@@ -52,7 +61,7 @@ def plain_text(messages: list[dict[str, str]]) -> Rendered:
     return Rendered(text + "\n", tuple(spans))
 
 
-def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _join_messages(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """Join all messages into one user message, for templates that do not accept a system message."""
     return [{"role": "user", "content": "\n\n".join(message["content"] for message in messages)}]
 
@@ -63,10 +72,10 @@ def kept_fields(prompt: PromptSpec, data: DataSpec) -> tuple[str, ...]:
 
 
 @dataclass(eq=False)
-class Drafter:
-    """Makes the drafts of a row, as the resolved prompt says."""
+class PromptBuilder:
+    """Makes the prompts of a row, as the resolved prompt options say."""
 
-    prompt: PromptSpec
+    spec: PromptSpec
     seed: int
     template: ChatTemplate | None
     keep: tuple[str, ...] = ()
@@ -75,15 +84,16 @@ class Drafter:
     _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._encoder = parse_encoder(self.prompt.encoder)
-        arc = self.prompt.kind == "arc" and self.template is not None
-        self._fold = arc and self.template is not None and self.template.folds_system()
+        self._encoder = parse_encoder(self.spec.encoder)
+        self._fold = self.spec.kind == "arc" and self.template is not None and self.template.rejects_system()
 
     @classmethod
-    def of(cls, prompt: PromptSpec, data: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None) -> Drafter:
-        """Return a drafter for this tokenizer; chats need a chat template, rows of token ids need no tokenizer."""
+    def for_tokenizer(
+        cls, prompt: PromptSpec, data: DataSpec, tokenizer: Tokenizer, vocabulary: int | None = None
+    ) -> PromptBuilder:
+        """Return a builder for this tokenizer; chats need a chat template, rows of token ids need no tokenizer."""
         if prompt.kind != "tokens":
-            tokenizer.refuse_none()
+            tokenizer.require()
         template = ChatTemplate.of(tokenizer)
         if prompt.kind == "chat" and template is None:
             raise ModelError(
@@ -95,57 +105,57 @@ class Drafter:
         return cls(prompt, data.seed, template, kept_fields(prompt, data), vocabulary)
 
     def check(self, row: Mapping[str, Any], place: str) -> None:
-        """Raise :class:`DataError` if the row cannot become samples; cheaper than making the drafts."""
+        """Raise :class:`DataError` if the row cannot become samples; cheaper than making the prompts."""
         self._parse(row, place)
 
     def _parse(self, row: Mapping[str, Any], place: str) -> tuple[dict[str, object] | None, Any]:
         """Return the fields to keep, and the row's task, messages, text, or token ids with their roles."""
-        kind, column = self.prompt.kind, self.prompt.column
-        kept = kept_of(row, self.keep, column, place)
+        kind, column = self.spec.kind, self.spec.column
+        kept = select_kept_fields(row, self.keep, column, place)
         if kind == "arc":
-            return kept, task_of(row, place)
+            return kept, parse_task(row, place)
         if kind == "chat":
-            return kept, chat_of(row, place)
+            return kept, parse_messages(row, place)
         if kind == "text":
-            return kept, text_of(row, column, place)
-        tokens = tokens_of(row, column, self.vocabulary, place)
-        return kept, (tokens, roles_of(row, len(tokens), place))
+            return kept, parse_text(row, column, place)
+        tokens = parse_token_ids(row, column, self.vocabulary, place)
+        return kept, (tokens, parse_roles(row, len(tokens), place))
 
-    def drafts(self, row: Mapping[str, Any], wanted: Sequence[int], place: str, name: str) -> Iterator[Draft]:
-        """Yield the drafts of a row for the samples with these numbers. ``name`` is the id of a row without one."""
+    def build(self, row: Mapping[str, Any], wanted: Sequence[int], place: str, name: str) -> Iterator[Prompt]:
+        """Yield the prompts of a row for the samples with these numbers. ``name`` is the id of a row without one."""
         kept, content = self._parse(row, place)
-        if self.prompt.kind == "arc":
+        if self.spec.kind == "arc":
             for index in wanted:
                 yield self._arc(content, index, place, kept)
             return
         (index,), name = wanted, row_id(row) or name
-        if self.prompt.kind == "text":
-            yield Draft(index, name, content, kept=kept)
-        elif self.prompt.kind == "tokens":
-            yield Draft(index, name, "", tokens=content[0], roles=content[1], kept=kept)
+        if self.spec.kind == "text":
+            yield Prompt(index, name, content, kept=kept)
+        elif self.spec.kind == "tokens":
+            yield Prompt(index, name, "", tokens=content[0], roles=content[1], kept=kept)
         else:
             rendered = self._render(content, place)
-            yield Draft(index, name, rendered.text, rendered.spans, rendered=True, kept=kept)
+            yield Prompt(index, name, rendered.text, rendered.spans, rendered=True, kept=kept)
 
-    def _arc(self, task: Task, index: int, place: str, kept: dict[str, object] | None) -> Draft:
-        variant = index % self.prompt.predictions_per_task
+    def _arc(self, task: Task, index: int, place: str, kept: dict[str, object] | None) -> Prompt:
+        variant = index % self.spec.predictions_per_task
         changed, augmentation = augment(task, self.seed, variant)
-        messages = arc_messages(changed, self._encoder, self.prompt.version)
-        messages = _fold_system(messages) if self._fold else messages
+        messages = arc_messages(changed, self._encoder, self.spec.version)
+        messages = _join_messages(messages) if self._fold else messages
         rendered = plain_text(messages) if self.template is None else self._render(messages, place)
         templated = self.template is not None
-        return Draft(index, task.task_id, rendered.text, rendered.spans, templated, augmentation, kept=kept)
+        return Prompt(index, task.task_id, rendered.text, rendered.spans, templated, augmentation, kept=kept)
 
-    def _render(self, messages: list[Message] | list[dict[str, Any]] | list[dict[str, str]], place: str) -> Rendered:
+    def _render(self, messages: Sequence[Message], place: str) -> Rendered:
         assert self.template is not None  # noqa: S101  for the type checker: a chat was refused without one
         try:
             rendered = self.template.render(messages)
         except DataError as error:
             raise DataError(f"{place}: {error.problem}", found=error.found) from error
-        refuse_huge(len(rendered.text), "characters", place)
+        check_length(len(rendered.text), "characters", place)
         if rendered.spans is None:
             if not self._warned:
-                _log.warning("the chat template changes its messages: the tokens of %s and others have no part", place)
+                _log.warning("the chat template changes its messages: the tokens of %s and others have no role", place)
                 self._warned = True
             return Rendered(rendered.text, ())
         return rendered
@@ -160,7 +170,7 @@ def pack(
     """
     before = [] if tokenizer.bos is None else [tokenizer.bos]
     after = [] if before or tokenizer.eos is None else [tokenizer.eos]
-    held, name = 0, ""
+    filled, name = 0, ""
     parts: list[npt.NDArray[np.int32]] = []
     for document, content in documents:
         if not len(content):
@@ -168,14 +178,14 @@ def pack(
         tokens = np.concatenate([np.array(before, np.int32), content, np.array(after, np.int32)])
         place = 0
         while place < len(tokens):
-            if not held:
+            if not filled:
                 name = f"{document}@{place}"
-            piece = tokens[place : place + length - held]
+            piece = tokens[place : place + length - filled]
             parts.append(piece)
-            held += len(piece)
+            filled += len(piece)
             place += len(piece)
-            if held == length:
+            if filled == length:
                 yield name, np.concatenate(parts)
-                held, parts = 0, []
-    if held:
+                filled, parts = 0, []
+    if filled:
         yield name, np.concatenate(parts)

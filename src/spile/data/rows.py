@@ -22,9 +22,9 @@ TOKENS, MASK, ROLES_FIELD = "input_ids", "attention_mask", "token_roles"
 stands for the role that follows from the token alone."""
 PAIRS = "examples"
 """The default field of the data commands, with a list of ``[input, output]`` pairs of an ARC task."""
-_MOST_KEPT = 1024
+_MAX_KEPT_BYTES = 1024
 """Maximum size of the JSON of kept fields, so that the header of a shard stays small."""
-LONGEST_SAMPLE = 1 << 24
+MAX_SAMPLE_LENGTH = 1 << 24
 """Maximum number of characters or token ids of a sample. A tokenizer needs several hundred bytes for each token."""
 _SHORT = 200
 """Maximum length of a text that ``--keep '*'`` stores."""
@@ -43,11 +43,11 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
     try:
         row = orjson.loads(raw)
     except ValueError as error:
-        raise DataError(f"{place} is not JSON", found=f"{error}: {_shown(raw)}") from error
+        raise DataError(f"{place} is not JSON", found=f"{error}: {_excerpt(raw)}") from error
     if isinstance(row, str) and row.startswith(_REJECTED):
         raise DataError(f"{place}, from {row.removeprefix(_REJECTED)}")
     if not isinstance(row, dict):
-        raise DataError(place, expected="a JSON object", found=_shown(raw))
+        raise DataError(place, expected="a JSON object", found=_excerpt(raw))
     return row
 
 
@@ -73,7 +73,7 @@ def arc_task_id(row: Mapping[str, Any]) -> str:
     """
     name = row_id(row)
     if name is None:
-        content = _dumped({key: row.get(key) for key in ("train", "test")})
+        content = _to_json({key: row.get(key) for key in ("train", "test")})
         name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
     return name
 
@@ -123,7 +123,7 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
     )
 
 
-def task_of(row: Mapping[str, Any], place: str) -> Task:
+def parse_task(row: Mapping[str, Any], place: str) -> Task:
     """Return the row's ARC task."""
     name, problem = arc_task_id(row), task_problem(row)
     if problem is not None:
@@ -136,20 +136,20 @@ def task_of(row: Mapping[str, Any], place: str) -> Task:
     )
 
 
-def chat_of(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def parse_messages(row: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
     """Return the row's messages."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(place, expected="a list of messages", found=_kind(messages))
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(place, expected='messages like {"role": …, "content": …}', found=_shown(message))
+            raise DataError(place, expected='messages like {"role": …, "content": …}', found=_excerpt(message))
         if not isinstance(message.get("content"), str | list | None):
             raise DataError(place, expected="a message's content as text", found=_kind(message["content"]))
     return messages
 
 
-def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
+def parse_text(row: Mapping[str, Any], column: str, place: str) -> str:
     """Return the row's text."""
     text = row.get(column)
     if not isinstance(text, str):
@@ -159,26 +159,26 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
             raise DataError(place, expected=expected, found=found, fix="name its field with --column")
         fix = "correct or leave out the row, or extract with --bad-rows skip"
         raise DataError(place, expected=expected, found=f"{_kind(text)} there", fix=fix)
-    refuse_huge(len(text), "characters", place)
+    check_length(len(text), "characters", place)
     return text
 
 
-def refuse_huge(length: int, unit: str, place: str) -> None:
+def check_length(length: int, unit: str, place: str) -> None:
     """Raise :class:`DataError` for a sample that would need too much memory."""
-    if length > LONGEST_SAMPLE:
+    if length > MAX_SAMPLE_LENGTH:
         raise DataError(
             place,
-            expected=f"at most {LONGEST_SAMPLE:,} {unit} in a sample",
+            expected=f"at most {MAX_SAMPLE_LENGTH:,} {unit} in a sample",
             found=f"{length:,}",
             fix="split it into several rows, or skip such rows with --bad-rows skip",
         )
 
 
-def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place: str) -> npt.NDArray[np.int32]:
+def parse_token_ids(row: Mapping[str, Any], column: str, vocabulary: int | None, place: str) -> npt.NDArray[np.int32]:
     """Return the row's token ids without those that its attention mask excludes (padding)."""
     found = row.get(column)
     if isinstance(found, list):
-        refuse_huge(len(found), "token ids", place)
+        check_length(len(found), "token ids", place)
     tokens = _integers(found)
     if tokens is None:
         fields = f"{_kind(found)} there" if column in row else f"the fields {', '.join(row)}"
@@ -199,7 +199,7 @@ def tokens_of(row: Mapping[str, Any], column: str, vocabulary: int | None, place
     return np.asarray(tokens[mask != 0], np.int32)
 
 
-def roles_of(row: Mapping[str, Any], count: int, place: str) -> npt.NDArray[np.int64] | None:
+def parse_roles(row: Mapping[str, Any], count: int, place: str) -> npt.NDArray[np.int64] | None:
     """Return the roles of the row's ``count`` token ids, or None if it has none."""
     if ROLES_FIELD not in row:
         return None
@@ -249,14 +249,16 @@ def scalar_fields(row: Mapping[str, Any], column: str) -> dict[str, object]:
             continue
         if isinstance(value, str) and len(value) > _SHORT:
             continue
-        size += len(_dumped({name: value}))
-        if size > _MOST_KEPT:
+        size += len(_to_json({name: value}))
+        if size > _MAX_KEPT_BYTES:
             break
         kept[name] = value
     return kept
 
 
-def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: str) -> dict[str, object] | None:
+def select_kept_fields(
+    row: Mapping[str, Any], names: Sequence[str], column: str, place: str
+) -> dict[str, object] | None:
     """Return the fields of a row that the run keeps, or None if it keeps none."""
     if tuple(names) == (EVERY_FIELD,):
         return scalar_fields(row, column) or None
@@ -271,10 +273,10 @@ def kept_of(row: Mapping[str, Any], names: Sequence[str], column: str, place: st
             fix="leave it out of --keep, or give every row one (null if there is none)",
         )
     kept = {name: row[name] for name in names}
-    size = len(_dumped(kept))
-    if size > _MOST_KEPT:
+    size = len(_to_json(kept))
+    if size > _MAX_KEPT_BYTES:
         found = f"{size:,} in {', '.join(names)}"
-        raise DataError(place, expected=f"at most {_MOST_KEPT:,} bytes to --keep of a row", found=found)
+        raise DataError(place, expected=f"at most {_MAX_KEPT_BYTES:,} bytes to --keep of a row", found=found)
     return kept
 
 
@@ -285,12 +287,12 @@ def _kind(value: object) -> str:
     return next((name for kind, name in names.items() if isinstance(value, kind)), "a number")
 
 
-def _shown(value: object) -> str:
-    raw = value if isinstance(value, bytes) else _dumped(value)
+def _excerpt(value: object) -> str:
+    raw = value if isinstance(value, bytes) else _to_json(value)
     return repr(raw[:60].decode(errors="replace"))
 
 
-def _dumped(value: object) -> bytes:
+def _to_json(value: object) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # orjson reads deeper nesting than it writes

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from spile.data.lines import StreamFile, embedded_tasks, first_bytes
+from spile.data.lines import LineSource, embedded_tasks, first_bytes
 from spile.data.rows import MASK, PAIRS, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Columns, Hub, Parquet, RowSource, SourceRow
 from spile.errors import DataError, RunMismatch, SpecError, StoreError
@@ -23,7 +23,7 @@ from spile.spec.amounts import counted
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
 
-_LARGEST_DOCUMENT = 256 << 20
+_MAX_DOCUMENT_BYTES = 256 << 20
 """Bytes of a JSON document, or characters of a line or a cell."""
 _WITH_FIELDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".tab")
 """Files whose rows are read with all their fields. Columns of other tables are read only if ``--keep`` names them."""
@@ -52,7 +52,7 @@ class Jsonl(FileSource):
     """A file with one JSON object per line."""
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
-        for line in StreamFile(self.location).lines(start):
+        for line in LineSource(self.location).lines(start):
             place = f"line {line.number}"
             try:
                 yield SourceRow(line.index, orjson.loads(line.raw), place, line.raw)
@@ -71,10 +71,10 @@ class JsonFile(FileSource):
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
         content = bytearray()
-        for chunk in StreamFile(self.location).chunks():
+        for chunk in LineSource(self.location).chunks():
             content += chunk
-            if len(content) > _LARGEST_DOCUMENT:
-                limit = f"at most {_LARGEST_DOCUMENT >> 20} MiB"
+            if len(content) > _MAX_DOCUMENT_BYTES:
+                limit = f"at most {_MAX_DOCUMENT_BYTES >> 20} MiB"
                 raise DataError(
                     self.location, expected=limit, found="a larger JSON document", fix="convert it to JSONL"
                 )
@@ -85,7 +85,7 @@ class JsonFile(FileSource):
             return
         if isinstance(document, list):
             for number, element in enumerate(document[start:], start):
-                yield _element(number, element, self.column)
+                yield _row_from(number, element, self.column)
             return
         if not isinstance(document, dict):
             raise DataError(
@@ -97,7 +97,7 @@ class JsonFile(FileSource):
             yield SourceRow(0, document, "row 0")
             return
         for number, (name, task) in enumerate(islice(document.items(), start, None), start):
-            yield _named(number, task, name, f"task {name}")
+            yield _named_task(number, task, name, f"task {name}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Csv(FileSource):
 
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the cells of each record, and the line on which it begins."""
-        csv.field_size_limit(_LARGEST_DOCUMENT)
+        csv.field_size_limit(_MAX_DOCUMENT_BYTES)
         ended = False
 
         def lines() -> Iterator[str]:
@@ -163,7 +163,7 @@ class TextFile(FileSource):
     column: str
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
-        for line in StreamFile(self.location).lines(start):
+        for line in LineSource(self.location).lines(start):
             place = f"line {line.number}"
             try:
                 yield SourceRow(line.index, {self.column: line.raw.decode().strip()}, place)
@@ -186,7 +186,7 @@ class FileFolder(RowSource):
             try:
                 content = path.read_bytes()
                 if path.suffix == ".json":
-                    yield _named(number, orjson.loads(content), path.stem, name)
+                    yield _named_task(number, orjson.loads(content), path.stem, name)
                 else:
                     yield SourceRow(number, {"id": name, self.column: content.decode("utf-8-sig")}, name)
             except (orjson.JSONDecodeError, UnicodeDecodeError):
@@ -233,7 +233,7 @@ class PythonRows(RowSource):
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
         for number, element in islice(enumerate(elements(self.data)), start, None):
-            row = _element(number, plain_value(element), self.column)
+            row = _row_from(number, plain_value(element), self.column)
             yield row if row.data is None else replace(row, data=self._used(row.data))
 
     def _used(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class PythonRows(RowSource):
         return {name: value for name, value in row.items() if name in names or name in kept}
 
 
-def _element(number: int, element: object, column: str) -> SourceRow:
+def _row_from(number: int, element: object, column: str) -> SourceRow:
     """Return an element of a list as a row: an object, a string as its text, a list of messages or of token ids."""
     place = f"row {number}"
     match element:
@@ -262,10 +262,10 @@ def _text_lines(location: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file with their line ends."""
     rest, number = "", 1
     try:
-        for text in codecs.iterdecode(StreamFile(location).chunks(), "utf-8-sig"):
+        for text in codecs.iterdecode(LineSource(location).chunks(), "utf-8-sig"):
             *lines, rest = (rest + text).split("\n")
-            if len(rest) > _LARGEST_DOCUMENT:
-                raise DataError(f"{location} line {number}", expected=f"at most {_LARGEST_DOCUMENT >> 20} MiB a line")
+            if len(rest) > _MAX_DOCUMENT_BYTES:
+                raise DataError(f"{location} line {number}", expected=f"at most {_MAX_DOCUMENT_BYTES >> 20} MiB a line")
             number += len(lines)
             yield from (f"{line}\n" for line in lines)
         yield from io.StringIO(rest, newline="")
@@ -374,7 +374,7 @@ def _open_folder(
     return FileFolder(path, tuple(texts), dataset, column)
 
 
-def _named(number: int, data: Any, name: str, place: str) -> SourceRow:
+def _named_task(number: int, data: Any, name: str, place: str) -> SourceRow:
     if not isinstance(data, dict):
         return SourceRow(number, None, place, problem="a task that is not an object")
     return SourceRow(number, {"task_id": name, **data}, place)
@@ -396,10 +396,10 @@ def _source_of(spec: DataSpec) -> RowSource:
     )
 
 
-def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFile:
+def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> LineSource:
     """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
     source, part = _source_of(spec), RowRange.parse(spec.split)
-    turn = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
+    stream, streams = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
     if isinstance(source, Jsonl) and (spec.split is not None or spec.config_name is not None):
         flag = "--split" if spec.split is not None else "--config-name"
         raise SpecError(flag, expected="a dataset of the hub, or a folder of one", found=spec.location)
@@ -407,18 +407,18 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> StreamFi
         raise SpecError("--split", expected="train, the only split of a file", found=spec.split)
     revision = None
     if isinstance(source, Hub) and source.folder is None:
-        source = _pinned(source, spec.dataset_revision, stored)
+        source = _at_commit(source, spec.dataset_revision, stored)
         revision = source.revision
     elif spec.dataset_revision is not None:
         raise SpecError("--dataset-revision", expected="a dataset of the hub", found=spec.location)
     if isinstance(source, Jsonl):
-        return StreamFile(spec.location, turn=turn)
+        return LineSource(spec.location, stream=stream, streams=streams)
     named = spec.dataset if spec.split is None else f"{spec.dataset}:{spec.split}"
     lines = partial(_json_lines, source, part, spec.dataset, spec.bad_rows)
-    return StreamFile(named, lines, revision, turn, from_hub=isinstance(source, Hub))
+    return LineSource(named, lines, revision, stream=stream, streams=streams, from_hub=isinstance(source, Hub))
 
 
-def _pinned(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hub:
+def _at_commit(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hub:
     """Return the dataset at the commit that the run began with, or at the one that is asked for."""
     if stored is None:
         return source.pinned(asked)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spile.data.arc.prompts import shuffled
-from spile.data.convert import ItemTally, Progress, RowSelection, Unique, check_usable, usable, workspace
+from spile.data.convert import DuplicateFinder, ItemTally, Progress, RowSelection, check_result, usable_rows, workspace
 from spile.data.manifest import (
     MANIFEST,
     StreamEntry,
@@ -32,7 +32,7 @@ from spile.objects import is_remote, open_folder
 from spile.spec.amounts import counted
 from spile.spec.run import DataSpec, PromptSpec, stream_file, stream_file_number
 
-MOST_STREAMS = 10_000
+MAX_STREAMS = 10_000
 _BUFFERS = 16 << 20
 
 
@@ -95,7 +95,7 @@ def make_streams(
     """
     selection = selection or RowSelection()
     source = selection.open(dataset, selection.keep or default_keep(dataset))
-    chosen = _chosen(num_streams, only)
+    chosen = _check_numbers(num_streams, only)
     if only is not None and overwrite:
         raise SpecError("--overwrite", expected="no --streams: it makes all streams again", found="--streams")
     with workspace(output_dir) as work:
@@ -106,9 +106,9 @@ def make_streams(
     return Streams(manifest, tuple(stream_file(number) for number in sorted(chosen)), tally)
 
 
-def _chosen(num_streams: int, only: Collection[int] | None) -> set[int]:
-    if not 1 <= num_streams <= MOST_STREAMS:
-        raise SpecError("--num-streams", expected=f"1 to {MOST_STREAMS}", found=str(num_streams))
+def _check_numbers(num_streams: int, only: Collection[int] | None) -> set[int]:
+    if not 1 <= num_streams <= MAX_STREAMS:
+        raise SpecError("--num-streams", expected=f"1 to {MAX_STREAMS}", found=str(num_streams))
     chosen = set(range(num_streams) if only is None else only)
     beyond = [number for number in chosen if not 0 <= number < num_streams]
     if beyond or not chosen:
@@ -128,15 +128,15 @@ def _write(
     """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_file(n) if n in chosen else None, buffer) for n in range(num_streams)]
-    tally, names, order = ItemTally(), Unique(), list[int]()
-    items = usable(source, selection, tally, keep_rejected=True, progress=progress)
+    tally, names, order = ItemTally(), DuplicateFinder(), list[int]()
+    items = usable_rows(source, selection, tally, keep_rejected=True, progress=progress)
     for place, item in enumerate(items):
         if place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)
         writers[order[place % num_streams]].line(item.line())
         if item.own_id:
             names.add(item.task_id, item.row)
-    check_usable(tally, names, source, selection)
+    check_result(tally, names, source, selection)
     if tally.samples < num_streams:
         raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=str(num_streams))
     manifest = StreamsManifest(
@@ -151,9 +151,9 @@ def _write(
 
 def _refuse_other_streams(folder: Path, manifest: StreamsManifest) -> None:
     """Refuse to replace streams of another split. Streams without a ``streams.json`` may be of an interrupted one."""
-    there = read_manifest(open_folder(str(folder)))
-    if there is not None:
-        refuse_others(there, manifest, str(folder / MANIFEST))
+    existing = read_manifest(open_folder(str(folder)))
+    if existing is not None:
+        refuse_other_split(existing, manifest, str(folder / MANIFEST))
         return
     listed = {entry.name: entry.sha256 for entry in manifest.streams}
     for path in sorted(folder.iterdir()):
@@ -166,19 +166,19 @@ def _refuse_other_streams(folder: Path, manifest: StreamsManifest) -> None:
             )
 
 
-def refuse_others(there: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
+def refuse_other_split(existing: StreamsManifest, manifest: StreamsManifest, file: str) -> None:
     """Raise an error unless the streams that ``file`` lists are the same as the new ones."""
-    if there.streams == manifest.streams:
+    if existing.streams == manifest.streams:
         return
     fix = "use another --output-dir, or --overwrite to replace them all"
-    if len(there.streams) != len(manifest.streams) or there.seed != manifest.seed:
+    if len(existing.streams) != len(manifest.streams) or existing.seed != manifest.seed:
         raise DataError(
             f"{file} lists other streams",
-            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            expected=f"{len(existing.streams)} streams of seed {existing.seed}",
             found=f"{len(manifest.streams)} of seed {manifest.seed}",
             fix=fix,
         )
-    old, new = next((a, b) for a, b in zip(there.streams, manifest.streams, strict=True) if a != b)
+    old, new = next((a, b) for a, b in zip(existing.streams, manifest.streams, strict=True) if a != b)
     raise DataError(
         f"{file} lists a different {old.name}: the source or the selection has changed",
         expected=f"{old.samples} samples, sha256 {old.sha256}",

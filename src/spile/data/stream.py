@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.lines import Line, PartReader, StreamFile, head_hash
+from spile.data.lines import Line, LineSource, PartReader, head_hash
 from spile.data.manifest import MANIFEST, check_stream
-from spile.data.prompts import Draft, Drafter, pack
+from spile.data.prompts import Prompt, PromptBuilder, pack
 from spile.data.rows import parse_row, resolve
 from spile.data.sources import open_input
 from spile.data.tokens import Encoded, Tokenizer
@@ -29,13 +29,13 @@ from spile.spec.sample import BAD_ROW, Part, Sample, Skip
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
 """The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,
 made while the model is being loaded, so that a device faster than the tokenizer has a reserve."""
-HEAD, HEAD_ROWS = 16 << 20, 50_000
+HEAD_BYTES, HEAD_ROWS = 16 << 20, 50_000
 """Bytes and rows that are read and checked before a run. A dataset that is not larger is read as a whole."""
-BEYOND = 1 << 53
-"""A number that no sample has."""
+MAX_INDEX = 1 << 53
+"""Larger than the number of any sample."""
 _ONE_HOST = "continue the run on one host, or begin it again with another --output"
 _PREVIEW = 96
-_MOST_REASON = 300
+_MAX_REASON = 300
 
 
 class SampleReader:
@@ -66,8 +66,8 @@ class SampleReader:
             raise item
         return item
 
-    def look(self) -> Iterator[Sample | Skip]:
-        """Peek at the next items, which are still returned later. Stop before an error, which is raised on reading."""
+    def peek(self) -> Iterator[Sample | Skip]:
+        """Yield the next items without removing them. Stop before an error, which is raised on reading."""
         seen = list(self._seen)
         yield from (item for item in seen if not isinstance(item, SpileError))
         if seen and isinstance(seen[-1], SpileError):
@@ -102,15 +102,15 @@ class SampleStream:
     """Without the taps, which the data does not determine."""
     _spec: DataSpec
     _tokenizer: Tokenizer
-    _drafter: Drafter
-    _file: StreamFile
+    _builder: PromptBuilder
+    _file: LineSource
     _parts: Sequence[Part] | None
     """All rows; None for a streamed dataset, which is read during the run."""
 
     @property
     def prompt(self) -> PromptSpec:
         """The prompt options, with the kind resolved."""
-        return self._drafter.prompt
+        return self._builder.spec
 
     def read(self, done: Ranges, parts: Sequence[Part] = (), end: int | None = None) -> SampleReader:
         """Read the samples that are not done, in index order. A sample does not depend on which others are done.
@@ -121,33 +121,35 @@ class SampleStream:
             end: The number of samples, if an earlier run read a streamed dataset to its end.
 
         """
-        reader = self._pass(partial(self._needed, done), parts, end)
+        reader = self._open_reader(partial(self._needed, done), parts, end)
         chunks = self._chunks(done, reader)
         if self._parts is not None:
             return SampleReader(chunks, self.identity.samples)
         return SampleReader(chunks, end, reader.parts)
 
-    def _pass(self, needed: Callable[[Part], bool], parts: Sequence[Part], end: int | None) -> PartReader:
+    def _open_reader(self, needed: Callable[[Part], bool], parts: Sequence[Part], end: int | None) -> PartReader:
         if self._parts is not None:
-            return PartReader(self._file, self._parts, ended=True, needed=needed)
+            return PartReader(self._file, self._parts, complete=True, needed=needed)
         head = (self.identity.head or 0, self.identity.sha256)
-        return PartReader(self._file, parts, head=head, ended=end is not None, needed=needed)
+        return PartReader(self._file, parts, head=head, complete=end is not None, needed=needed)
 
-    def task_id(self, index: int, parts: Sequence[Part] = (), end: int | None = None) -> tuple[str, Sequence[Part]]:
+    def find_task_id(
+        self, index: int, parts: Sequence[Part] = (), end: int | None = None
+    ) -> tuple[str, Sequence[Part]]:
         """Return the id of a sample without tokenizing it, and the rows that were read to find it.
 
         The id is the number of the sample if only the tokens would tell it.
         """
-        others = Ranges([(0, index), (index + 1, BEYOND)])
-        reader = self._pass(partial(self._needed, others), parts, end)
-        drafts = iter(()) if self.prompt.pack else self._drafts(others, index + 1, reader)
-        found = next((draft.task_id for draft in drafts), f"sample-{index}")
+        others = Ranges([(0, index), (index + 1, MAX_INDEX)])
+        reader = self._open_reader(partial(self._needed, others), parts, end)
+        prompts = iter(()) if self.prompt.pack else self._prompts(others, index + 1, reader)
+        found = next((prompt.task_id for prompt in prompts), f"sample-{index}")
         return found, reader.parts if self._parts is None else ()
 
-    def compare(self, parts: Sequence[Part], end: int | None) -> None:
+    def check_unchanged(self, parts: Sequence[Part], end: int | None) -> None:
         """Raise an error if the rows that earlier runs read have changed. A pinned dataset cannot change."""
         if self._parts is None and self._file.revision is None:
-            next(self._pass(lambda _: False, parts, end).lines(), None)  # the first line after the known parts
+            next(self._open_reader(lambda _: False, parts, end).lines(), None)  # the first line after the known parts
 
     def _needed(self, done: Ranges, part: Part) -> bool:
         """Return whether a part has samples to make. A packed sequence depends on all documents before it."""
@@ -157,17 +159,17 @@ class SampleStream:
     def _chunks(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield samples in chunks and, if all rows were read, the number of all samples."""
         if self.prompt.pack:
-            yield from self._windows(done, reader)
+            yield from self._packed_sequences(done, reader)
             return
-        limit = min(self._spec.max_samples or BEYOND, _end_of_wanted(done))
-        for drafts in _chunked(self._drafts(done, limit, reader)):
-            encoded = iter(_encode([draft for draft in drafts if isinstance(draft, Draft)], self._tokenizer))
-            yield [draft if isinstance(draft, Skip) else self._finished(draft, next(encoded)) for draft in drafts]
+        limit = min(self._spec.max_samples or MAX_INDEX, _end_of_wanted(done))
+        for items in _chunked(self._prompts(done, limit, reader)):
+            encoded = iter(_encode([item for item in items if isinstance(item, Prompt)], self._tokenizer))
+            yield [item if isinstance(item, Skip) else self._to_sample(item, next(encoded)) for item in items]
         samples = sum(part.rows for part in reader.parts) * self.prompt.predictions_per_task
         if samples <= limit:
             yield samples
 
-    def _drafts(self, done: Ranges, limit: int, reader: PartReader) -> Iterator[Draft | Skip]:
+    def _prompts(self, done: Ranges, limit: int, reader: PartReader) -> Iterator[Prompt | Skip]:
         count = self.prompt.predictions_per_task
         for line in reader.lines():
             first = line.index * count
@@ -180,19 +182,19 @@ class SampleStream:
             place = f"{self._file.location} {number}"
             try:
                 row = parse_row(line.raw, place)
-                drafts = list(self._drafter.drafts(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
+                prompts = list(self._builder.build(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
             except DataError as error:
                 if self._spec.bad_rows == "error":
                     raise
                 error.fix = None  # The row is skipped, so advice on how to skip it is of no use.
-                reason: dict[str, object] = {"error": error.line()[:_MOST_REASON]}
+                reason: dict[str, object] = {"error": error.line()[:_MAX_REASON]}
                 yield from (Skip(index, number.replace(" ", "-"), BAD_ROW, reason) for index in wanted)
             else:
-                yield from drafts
+                yield from prompts
 
-    def _windows(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
+    def _packed_sequences(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield packed sequences and, if all rows were read, their number."""
-        limit, index = self._spec.max_samples or BEYOND, 0
+        limit, index = self._spec.max_samples or MAX_INDEX, 0
         for name, tokens in pack(self._documents(reader), self._spec.max_seq_length, self._tokenizer):
             if index >= limit:
                 return
@@ -204,27 +206,27 @@ class SampleStream:
 
     def _documents(self, reader: PartReader) -> Iterator[tuple[str, npt.NDArray[np.int32]]]:
         """Yield all documents from the first: the start of a packed sequence depends on all tokens before it."""
-        for items in _chunked(self._drafts(Ranges(), BEYOND, reader)):
-            drafts = [item for item in items if isinstance(item, Draft)]
-            texts = [draft.text for draft in drafts]
-            for draft, encoded in zip(drafts, self._tokenizer.encode(texts, add_special=False), strict=True):
-                yield draft.task_id, encoded.tokens
+        for items in _chunked(self._prompts(Ranges(), MAX_INDEX, reader)):
+            prompts = [item for item in items if isinstance(item, Prompt)]
+            texts = [prompt.text for prompt in prompts]
+            for prompt, encoded in zip(prompts, self._tokenizer.encode(texts, add_special=False), strict=True):
+                yield prompt.task_id, encoded.tokens
 
-    def _finished(self, draft: Draft, encoded: Encoded) -> Sample | Skip:
+    def _to_sample(self, prompt: Prompt, encoded: Encoded) -> Sample | Skip:
         count, most = len(encoded.tokens), self._spec.max_seq_length
-        if count == 0 or (draft.tokens is None and not draft.text.strip()):
-            return Skip(draft.index, draft.task_id, "empty")
+        if count == 0 or (prompt.tokens is None and not prompt.text.strip()):
+            return Skip(prompt.index, prompt.task_id, "empty")
         if count > most and self._spec.long == "skip":
-            return Skip(draft.index, draft.task_id, "too long", {"tokens": count, "max_seq_length": most})
+            return Skip(prompt.index, prompt.task_id, "too long", {"tokens": count, "max_seq_length": most})
         return Sample(
-            index=draft.index,
-            task_id=draft.task_id,
+            index=prompt.index,
+            task_id=prompt.task_id,
             tokens=encoded.tokens if count <= most else encoded.tokens[:most].copy(),  # a view would keep all tokens
             roles=encoded.roles if count <= most else encoded.roles[:most].copy(),
-            preview=draft.text[:_PREVIEW] if draft.tokens is None else _preview(self._tokenizer, draft.tokens),
-            augmentation=draft.augmentation,
+            preview=prompt.text[:_PREVIEW] if prompt.tokens is None else _preview(self._tokenizer, prompt.tokens),
+            augmentation=prompt.augmentation,
             truncated=max(0, count - most),
-            kept=draft.kept,
+            kept=prompt.kept,
         )
 
 
@@ -238,7 +240,7 @@ def open_stream(
     vocabulary: int | None = None,
     *,
     stored: StreamIdentity | None = None,
-    whole: bool | None = None,
+    read_all: bool | None = None,
     pod: bool = False,
 ) -> SampleStream:
     """Read the first rows of a stream to hash and check them before any sample is made.
@@ -251,7 +253,7 @@ def open_stream(
         tokenizer: The tokenizer of the model.
         vocabulary: The size of the model's vocabulary, to check rows of token ids.
         stored: The identity of the stream in the output, if a run began it. It says how much was read before that run.
-        whole: True reads the whole dataset in any case, False only its first rows; None decides by the size.
+        read_all: True reads the whole dataset in any case, False only its first rows; None decides by the size.
         pod: Whether several hosts read it. They compare its hash, so a dataset that can change is read as a whole.
 
     """
@@ -260,21 +262,21 @@ def open_stream(
     if pod and file.revision is None:
         if stored is not None and stored.head is not None:
             raise SpecError(file.location, expected="one host, as when the run began", found="a pod", fix=_ONE_HOST)
-        whole = True
+        read_all = True
     manifest = file.read_sibling(MANIFEST)
-    if whole is None:
+    if read_all is None:
         known = stored is not None and stored.head is None
-        whole = known or manifest is not None or spec.expect_split is not None
-    most = (HEAD // file.streams, HEAD_ROWS // file.streams)
+        read_all = known or manifest is not None or spec.expect_split is not None
+    limits = (HEAD_BYTES // file.streams, HEAD_ROWS // file.streams)
     if stored is not None and stored.head is not None:
-        most = (BEYOND, stored.head)
+        limits = (MAX_INDEX, stored.head)
     digest, reader = hashlib.sha256(), PartReader(file)
-    make = partial(Drafter.of, data=spec, tokenizer=tokenizer, vocabulary=vocabulary)
-    rows, head, drafter = _read_first(file, reader.lines(digest), spec, make, None if whole else most)
-    if drafter is None:
+    make = partial(PromptBuilder.for_tokenizer, data=spec, tokenizer=tokenizer, vocabulary=vocabulary)
+    rows, head, builder = _read_first(file, reader.lines(digest), spec, make, None if read_all else limits)
+    if builder is None:
         found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
-    whole, prompt = head is None, drafter.prompt
+    whole, prompt = head is None, builder.spec
     streams, split = _split_of(file, spec, manifest, digest.hexdigest() if whole else None)
     identity = StreamIdentity(
         data=file.location,
@@ -287,11 +289,11 @@ def open_stream(
         head=None if whole else rows,
         revision=file.revision,
     )
-    return SampleStream(identity, spec, tokenizer, drafter, file, reader.parts if whole else None)
+    return SampleStream(identity, spec, tokenizer, builder, file, reader.parts if whole else None)
 
 
 def _split_of(
-    file: StreamFile, spec: DataSpec, manifest: bytes | None, sha256: str | None
+    file: LineSource, spec: DataSpec, manifest: bytes | None, sha256: str | None
 ) -> tuple[int | None, str | None]:
     """Return the number of streams of the split and its name, if they are known. ``sha256``: of a file read whole."""
     split = None
@@ -304,7 +306,7 @@ def _split_of(
     return len(split.streams), split.digest()
 
 
-def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
+def is_large(file: LineSource, prompt: PromptSpec, least: int) -> bool:
     """Return whether the dataset is larger than what is read before a run, and has at least ``least`` rows.
 
     Raises:
@@ -316,26 +318,26 @@ def is_large(file: StreamFile, prompt: PromptSpec, least: int) -> bool:
         if rows == 1:
             resolve(prompt, parse_row(line.raw, file.location), file.location)
         size += len(line.raw)
-        if rows >= least and (size >= HEAD or rows >= HEAD_ROWS):
+        if rows >= least and (size >= HEAD_BYTES or rows >= HEAD_ROWS):
             return True
     return False
 
 
 def _read_first(
-    file: StreamFile,
+    file: LineSource,
     lines: Iterator[Line],
     spec: DataSpec,
-    make: Callable[[PromptSpec], Drafter],
-    most: tuple[int, int] | None,
-) -> tuple[int, str | None, Drafter | None]:
-    """Read and check the first rows, up to ``most`` bytes or rows, or all rows if it is None.
+    make: Callable[[PromptSpec], PromptBuilder],
+    limits: tuple[int, int] | None,
+) -> tuple[int, str | None, PromptBuilder | None]:
+    """Read and check the first rows, up to this many bytes or rows, or all rows if it is None.
 
     Returns:
-        The number of rows; their hash if more rows follow; the drafter that the first usable row decides.
+        The number of rows; their hash if more rows follow; the prompt builder for the kind of the first usable row.
 
     """
     rows = size = 0
-    drafter, last = None, None
+    builder, last = None, None
     first: list[Line] = []
     for line in lines:
         rows += 1
@@ -343,24 +345,24 @@ def _read_first(
             place = f"{file.location} {file.number(line)}"
             try:
                 row = parse_row(line.raw, place)
-                checked = drafter or make(resolve(spec.prompt, row, place))
+                checked = builder or make(resolve(spec.prompt, row, place))
                 checked.check(row, place)
-                drafter, last = checked, lines_needed(spec, checked.prompt)
+                builder, last = checked, lines_needed(spec, checked.spec)
             except DataError:
                 if spec.bad_rows == "error":
                     raise
-        if most is not None:
+        if limits is not None:
             first.append(line)
             size += len(line.raw)
-            if size >= most[0] or rows >= most[1]:
-                return rows, head_hash(first), drafter
-    return rows, None, drafter
+            if size >= limits[0] or rows >= limits[1]:
+                return rows, head_hash(first), builder
+    return rows, None, builder
 
 
 def _end_of_wanted(done: Ranges) -> int:
     """Return the number after the last sample that is not done. A part of a stream has all others marked as done."""
     last = done.pairs()[-1:]
-    return last[0][0] if last and last[0][1] >= BEYOND else BEYOND
+    return last[0][0] if last and last[0][1] >= MAX_INDEX else MAX_INDEX
 
 
 def lines_needed(spec: DataSpec, prompt: PromptSpec) -> int | None:
@@ -370,14 +372,14 @@ def lines_needed(spec: DataSpec, prompt: PromptSpec) -> int | None:
     return -(-spec.max_samples // prompt.predictions_per_task)
 
 
-def _chunked(drafts: Iterator[Draft | Skip]) -> Iterator[list[Draft | Skip]]:
-    """Group drafts into lists of bounded size."""
-    chunk: list[Draft | Skip] = []
+def _chunked(items: Iterator[Prompt | Skip]) -> Iterator[list[Prompt | Skip]]:
+    """Group prompts and skipped samples into lists of bounded size."""
+    chunk: list[Prompt | Skip] = []
     size = 0
-    for draft in drafts:
-        chunk.append(draft)
-        if isinstance(draft, Draft):
-            size += len(draft.text if draft.tokens is None else draft.tokens)
+    for item in items:
+        chunk.append(item)
+        if isinstance(item, Prompt):
+            size += len(item.text if item.tokens is None else item.tokens)
         if size >= _CHARACTERS or len(chunk) >= _SAMPLES:
             yield chunk
             chunk, size = [], 0
@@ -385,20 +387,18 @@ def _chunked(drafts: Iterator[Draft | Skip]) -> Iterator[list[Draft | Skip]]:
         yield chunk
 
 
-def _with_roles(
-    own: npt.NDArray[np.uint8], tokens: npt.NDArray[np.int32], given: npt.NDArray[np.int64] | None
-) -> Encoded:
-    """Return tokens with the roles of the row or, if it has none, those that follow from the tokens alone."""
-    return Encoded(tokens, own if given is None else np.where(given < 0, own, given).astype(np.uint8))
-
-
-def _encode(drafts: list[Draft], tokenizer: Tokenizer) -> list[Encoded]:
-    """Tokenize a chunk; all drafts of a stream are of the same kind."""
-    given = [(draft.tokens, draft.roles) for draft in drafts if draft.tokens is not None]
-    if given:
-        return [_with_roles(tokenizer.roles(tokens), tokens, roles) for tokens, roles in given]
-    texts, spans = [draft.text for draft in drafts], [draft.spans or () for draft in drafts]
-    if not drafts:
+def _encode(prompts: list[Prompt], tokenizer: Tokenizer) -> list[Encoded]:
+    """Tokenize a chunk; all prompts of a stream are of the same kind."""
+    if not prompts:
         return []
-    has_parts = any(draft.spans is not None for draft in drafts)
-    return tokenizer.encode(texts, add_special=not drafts[0].rendered, spans=spans if has_parts else None)
+    if prompts[0].tokens is not None:
+        return [_encode_ids(prompt.tokens, prompt.roles, tokenizer) for prompt in prompts if prompt.tokens is not None]
+    texts = [prompt.text for prompt in prompts]
+    spans = None if prompts[0].spans is None else [prompt.spans or () for prompt in prompts]
+    return tokenizer.encode(texts, add_special=not prompts[0].rendered, spans=spans)
+
+
+def _encode_ids(tokens: npt.NDArray[np.int32], given: npt.NDArray[np.int64] | None, tokenizer: Tokenizer) -> Encoded:
+    """Return token ids with the roles of the row or, if it has none, those that follow from the tokens alone."""
+    own = tokenizer.roles(tokens)
+    return Encoded(tokens, own if given is None else np.where(given < 0, own, given).astype(np.uint8))

@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from spile.data.lines import LONGEST_LINE, fetch
+from spile.data.lines import MAX_LINE_BYTES, fetch
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
 from spile.objects.folder import read_ahead
@@ -159,10 +159,10 @@ def parquet_rows(
             rows = _rows_at_once(footer.row_group(group))
             for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=names):
                 values = [(name, batch.column(name)) for name in names]
-                large = batch.nbytes > LONGEST_LINE
+                large = batch.nbytes > MAX_LINE_BYTES
                 for place in range(skip, len(batch)):
-                    if large and sum(_value_bytes(column, place) for _, column in values) > LONGEST_LINE:
-                        limit = f"at most {LONGEST_LINE >> 20} MiB in a row"
+                    if large and sum(_value_bytes(column, place) for _, column in values) > MAX_LINE_BYTES:
+                        limit = f"at most {MAX_LINE_BYTES >> 20} MiB in a row"
                         raise DataError(f"{location} row {number + place}", expected=limit, found="more")
                     yield {name: column[place].as_py() for name, column in values}
                 skip, number = max(0, skip - len(batch)), number + len(batch)
@@ -217,7 +217,7 @@ class Hub(RowSource):
         if revision is not None and _COMMIT.fullmatch(revision):
             return replace(self, revision=revision)
         try:
-            return replace(self, revision=self._retry(lambda: commit_of(self.name, revision)))
+            return replace(self, revision=self._retry(lambda: resolve_commit(self.name, revision)))
         except SpileError as error:
             if isinstance(error.__cause__, RequestFailure) or revision is not None:
                 raise
@@ -240,7 +240,7 @@ class Hub(RowSource):
                     yield SourceRow(number, data, f"row {number}")
                     number += 1
             except Exception as error:
-                failure = self._translated(error)
+                failure = self._translate(error)
                 if not isinstance(failure, RequestFailure):
                     raise failure from error
             else:
@@ -269,10 +269,10 @@ class Hub(RowSource):
         def attempt() -> Result:
             try:
                 if self.folder is None:
-                    _reach()
+                    _check_connection()
                 return call()
             except Exception as error:
-                raise self._translated(error) from error
+                raise self._translate(error) from error
 
         try:
             retry = Retry.for_name(self.name) if self.revision is None else Retry.from_environment()
@@ -329,7 +329,7 @@ class Hub(RowSource):
                 yield from parquet_rows(content, start, self.columns, self.name, footer)
             start = 0
 
-    def _translated(self, error: Exception) -> SpileError | RequestFailure:
+    def _translate(self, error: Exception) -> SpileError | RequestFailure:
         """Return the error for the user, or :class:`RequestFailure` if the hub is temporarily unavailable."""
         if isinstance(error, SpileError):
             return error
@@ -338,7 +338,7 @@ class Hub(RowSource):
         from huggingface_hub.errors import RevisionNotFoundError
 
         name, message = self.location, f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        no_network = _no_network(error)
+        no_network = _is_network_error(error)
         if not no_network and isinstance(error, RevisionNotFoundError):
             expected = "a branch, tag or commit of the dataset"
             return DataError(f"--dataset-revision of {name}", expected=expected, found="none with this name")
@@ -358,7 +358,7 @@ class Hub(RowSource):
         return _unreachable(name, message) if no_network else StoreError(f"{name} cannot be read", found=message)
 
 
-def commit_of(name: str, revision: str | None) -> str | None:
+def resolve_commit(name: str, revision: str | None) -> str | None:
     """Return the commit of a dataset's branch or tag on the hub; without a name the newest one."""
     from huggingface_hub import HfApi
 
@@ -373,7 +373,7 @@ def _unreachable(name: str, message: str) -> StoreError:
     )
 
 
-def _reach() -> None:
+def _check_connection() -> None:
     """Fail at once without a network; the library would retry by itself and print each attempt."""
     from huggingface_hub import constants
 
@@ -387,7 +387,7 @@ def _reach() -> None:
         raise ConnectionError(f"{constants.ENDPOINT}: {error.strerror or error}") from error
 
 
-def _no_network(error: BaseException) -> bool:
+def _is_network_error(error: BaseException) -> bool:
     """Return whether the cause is a missing network."""
     words = ("Connect", "Timeout", "Offline", "NameResolution", "Resolve", "LocalEntryNotFound")
     for cause in causes(error):

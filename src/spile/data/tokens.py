@@ -32,7 +32,7 @@ _TURN_END = 4
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-_MOST_IDS, _MOST_GROWTH = 1 << 26, 4096
+_MAX_IDS, _MAX_GROWTH = 1 << 26, 4096
 """Limits of a tokenizer that no real one comes near."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -69,7 +69,7 @@ class Tokenizer:
     missing: Path | None = None
     """The model's folder if it has no tokenizer, which is enough for rows of token ids."""
 
-    def refuse_none(self) -> None:
+    def require(self) -> None:
         """Raise :class:`ModelError` if there is no tokenizer."""
         if self.missing is not None:
             raise ModelError(
@@ -126,8 +126,8 @@ class Tokenizer:
         """Return the role of each token of the vocabulary by itself."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         largest = max(vocabulary.values(), default=-1)
-        if largest >= _MOST_IDS:
-            raise ModelError("the tokenizer", expected=f"token ids below {_MOST_IDS:,}", found=f"{largest:,}")
+        if largest >= _MAX_IDS:
+            raise ModelError("the tokenizer", expected=f"token ids below {_MAX_IDS:,}", found=f"{largest:,}")
         table = np.zeros(largest + 1, dtype=np.uint8)
         table[sorted(self.specials)] = Role.SPECIAL
         if self.bos is not None:
@@ -139,7 +139,7 @@ class Tokenizer:
         tokens = np.fromiter(ids, dtype=np.int32, count=len(ids))
         roles = self.roles(tokens)
         if spans and ids:
-            first = _first_from(encoding, len(ids))
+            first = _token_lookup(encoding, len(ids))
             for span in spans:
                 stop = first(span.stop)
                 if span.role == Role.ASSISTANT:
@@ -162,7 +162,7 @@ class Tokenizer:
         return stop
 
 
-def _first_from(encoding: Encoding, count: int) -> Callable[[int], int]:
+def _token_lookup(encoding: Encoding, count: int) -> Callable[[int], int]:
     """Return the first token that begins at or after a character; a token belongs to the span in which it begins.
 
     Only span boundaries are looked up: a list of the offsets of all tokens took most of the tokenizer's time. Tokens
@@ -196,16 +196,16 @@ def load_tokenizer(folder: Path, *, optional: bool = False) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file() and _read(folder / "tokenizer_config.json").get("tokenizer_class") == "EsmTokenizer":
         with untrusted(ModelError, f"{folder / 'vocab.txt'} is no vocabulary"):
-            return _configured(_esm_backend((folder / "vocab.txt").read_text().split()), folder)
+            return _configure(_esm_backend((folder / "vocab.txt").read_text().split()), folder)
     if not file.is_file():
         none = Tokenizer(Backend(WordLevel()), None, None, None, {}, missing=folder)
         if not optional:
-            none.refuse_none()
+            none.require()
         return none
     with untrusted(ModelError, f"{file} is not a tokenizer"):
         backend = Backend.from_file(str(file))
     with untrusted(ModelError, f"the tokenizer's configuration in {folder} is invalid"):
-        return _configured(backend, folder)
+        return _configure(backend, folder)
 
 
 def _esm_backend(tokens: Sequence[str]) -> Backend:
@@ -218,17 +218,17 @@ def _esm_backend(tokens: Sequence[str]) -> Backend:
     return backend
 
 
-def _configured(backend: Backend, folder: Path) -> Tokenizer:
+def _configure(backend: Backend, folder: Path) -> Tokenizer:
     config = _read(folder / "tokenizer_config.json")
     named = {**_named(_read(folder / "special_tokens_map.json")), **_named(config)}
     backend.no_truncation()
     backend.no_padding()
     _rebuild_like_llama(backend, config, _read(folder / "config.json"))
-    _complete(backend, config, named)
+    _add_missing_tokens(backend, config, named)
     ids = {name: backend.token_to_id(token) for name, token in named.items()}
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     special |= {number for number in ids.values() if number is not None}
-    _refuse_bombs(backend)
+    _refuse_growth(backend)
     return Tokenizer(
         backend=backend,
         bos=ids.get("bos_token"),
@@ -239,7 +239,7 @@ def _configured(backend: Backend, folder: Path) -> Tokenizer:
     )
 
 
-def _refuse_bombs(backend: Backend) -> None:
+def _refuse_growth(backend: Backend) -> None:
     """Refuse a tokenizer that makes a text thousands of times as long, or adds thousands of tokens."""
     for name, part in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
         growth = 1
@@ -247,13 +247,13 @@ def _refuse_bombs(backend: Backend) -> None:
             if step.get("type") == "Replace":
                 pattern, content = step["pattern"].get("String"), len(step["content"])
                 growth *= max(1, content + 1 if pattern is None else -(-content // max(1, len(pattern))))
-        if growth > _MOST_GROWTH:
+        if growth > _MAX_GROWTH:
             found = f"a {name} that can make it {growth:,} times as long"
-            raise ModelError("the tokenizer", expected=f"a text that grows at most {_MOST_GROWTH:,} times", found=found)
+            raise ModelError("the tokenizer", expected=f"a text that grows at most {_MAX_GROWTH:,} times", found=found)
     added = 0 if backend.post_processor is None else backend.post_processor.num_special_tokens_to_add(False)
-    if added > _MOST_GROWTH:
+    if added > _MAX_GROWTH:
         found = f"{added:,} special tokens that are added to each text"
-        raise ModelError("the tokenizer", expected=f"at most {_MOST_GROWTH:,}", found=found)
+        raise ModelError("the tokenizer", expected=f"at most {_MAX_GROWTH:,}", found=found)
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
@@ -308,7 +308,7 @@ def _named(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _complete(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+def _add_missing_tokens(backend: Backend, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Add tokens of the config that ``tokenizer.json`` does not have, ordered by id."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spile.data.sources import estimate_rows
-from spile.data.stream import BEYOND, SampleStream, open_stream
+from spile.data.stream import MAX_INDEX, SampleStream, open_stream
 from spile.data.tokens import Tokenizer
 from spile.models import model_files
 from spile.models.architecture import ModelConfig, flops_per_token, parameter_count
@@ -147,7 +147,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     spec = replace(spec, data=stored_tokens(spec.data))
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=True)
     whole = spec.data.location.endswith(".json")  # one document, which is read as a whole in any case
-    stream = open_stream(spec.data, tokenizer, files.config.vocab_size, whole=whole)
+    stream = open_stream(spec.data, tokenizer, files.config.vocab_size, read_all=whole)
     refuse_no_answers(spec, stream.prompt.kind)
     if stream.identity.head is None:
         lengths, rows = _count(stream, spec, count, stream.identity.samples)
@@ -182,24 +182,24 @@ def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, cou
     if spec.data.prompt.pack:  # documents are counted one by one, and then cut into full sequences
         prompt = replace(stream.prompt, pack=False)
         single = replace(spec, data=replace(spec.data, prompt=prompt, max_seq_length=1 << 20, max_samples=None))
-        documents = open_stream(single.data, tokenizer, whole=False)
+        documents = open_stream(single.data, tokenizer, read_all=False)
         tokens = replace(_count(documents, single, count, head)[0], samples=total, head=head).tokens
         length = spec.data.max_seq_length
-        most = min(spec.data.max_samples or BEYOND, max(1, tokens // length))
+        most = min(spec.data.max_samples or MAX_INDEX, max(1, tokens // length))
         packed = Lengths([length], most, head)
         return packed, packed
     each = stream.prompt.predictions_per_task
     lengths, rows = _count(stream, spec, count, head * each)
     if spec.data.max_samples is not None and spec.data.max_samples <= head * each:
         return lengths, rows
-    samples = min(total * each, spec.data.max_samples or BEYOND)
+    samples = min(total * each, spec.data.max_samples or MAX_INDEX)
     return replace(lengths, samples=samples, head=head), replace(rows, samples=samples, head=head)
 
 
 def _all_except(total: int, count: int) -> Ranges:
     """Return all samples except ``count`` of the first ``total``, evenly spread."""
     kept: Sequence[int] = range(total) if count >= total else [place * total // count for place in range(count)]
-    return Ranges([(0, BEYOND)]) - Ranges.of(kept)
+    return Ranges([(0, MAX_INDEX)]) - Ranges.of(kept)
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def run_stream(
     stream = _known_stream(run) if hosts.first and not start_over else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
-        run.samples.compare(stream.ledger.parts, stream.ledger.end)
+        run.samples.check_unchanged(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, progress, hosts, finished=True, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
     stream, finished, device = _load_and_work(spec, run, stream, start_over, progress, stop or threading.Event(), hosts)
@@ -322,7 +322,7 @@ class StreamWork:
                     fix="look for the fault in the machine, its memory or the model; see the workers' logs",
                 )
             why = next(group.verdict for group in self._trials.groups if index in group.samples)
-            task_id, read = self._run.samples.task_id(index, ledger.parts, ledger.end)
+            task_id, read = self._run.samples.find_task_id(index, ledger.parts, ledger.end)
             self._stream.read_parts = lambda: read
             plan = [task_id, why]
             self._progress.log(f"quarantined {plan[0]} (sample {index} of the stream): {why}")
@@ -414,7 +414,7 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
             length = sizes.row_length(sizes.longest)
             producer.prepare(Batch((), sizes.rows(length), length))
             return
-        items = with_positions(reader.look(), run.spec)
+        items = with_positions(reader.peek(), run.spec)
         first = next(batches((item for item in items if isinstance(item, Sample)), sizes), None)
         if first is not None:
             producer.prepare(first)

@@ -70,7 +70,7 @@ def first_lengths(reader: SampleReader, most: int) -> list[int] | None:
     """Return the lengths of all samples that are left, or None if they have more than ``most`` tokens in total."""
     lengths: list[int] = []
     tokens = 0
-    for number, item in enumerate(reader.look()):
+    for number, item in enumerate(reader.peek()):
         lengths += [len(item)] if isinstance(item, Sample) else []
         tokens += len(item) if isinstance(item, Sample) else 0
         if tokens > most or number >= most:

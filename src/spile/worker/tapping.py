@@ -253,7 +253,7 @@ class Model:
         tokenizer = self.tokenizer
         if spec.data.prompt.template_from is not None:
             tokenizer = prompt_tokenizer(self.files, spec.data.prompt, optional=True)
-        stream = open_stream(source, tokenizer, self.files.config.vocab_size, whole=True)
+        stream = open_stream(source, tokenizer, self.files.config.vocab_size, read_all=True)
         refuse_no_answers(spec, stream.prompt.kind)
         return list(with_positions(stream.read(Ranges()), spec))
 

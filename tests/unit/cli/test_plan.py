@@ -14,7 +14,7 @@ import spile.models
 from spile.cli.main import main
 from spile.data import lines as lines_module
 from spile.data import stream
-from spile.data.lines import StreamFile
+from spile.data.lines import LineSource
 from spile.errors import SpecError
 from spile.planning import forecast
 from spile.planning.machines import gpus_here, list_prices, parse_machine, parse_planned
@@ -146,14 +146,14 @@ def test_large_data_is_not_read_to_its_end(
     large: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    lines = StreamFile.lines
+    lines = LineSource.lines
 
-    def counting(self: StreamFile, *words: object) -> object:
+    def counting(self: LineSource, *words: object) -> object:
         for line in lines(self, *words):  # type: ignore[arg-type]
             read.append(line.index)
             yield line
 
-    monkeypatch.setattr(StreamFile, "lines", counting)
+    monkeypatch.setattr(LineSource, "lines", counting)
     assert run("--dataset", str(large), "--topology", "v3-8", "--no-compile") == 0
     assert max(read) < 200
     out = " ".join(capsys.readouterr().out.split())

@@ -18,7 +18,7 @@ SMALL = ("--layers", "0", "--batch-size", "1", "--batch-tokens", "64", "--shard-
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(stream_module, "HEAD", 300)
+    monkeypatch.setattr(stream_module, "HEAD_BYTES", 300)
     monkeypatch.setattr(lines_module, "_PART_ROWS", 8)
     return lines(tmp_path / "texts.jsonl", *ROWS)
 

@@ -222,9 +222,11 @@ def test_joining_in_a_template_is_as_in_jinja() -> None:
 
 
 def test_which_templates_know_no_system() -> None:
-    assert template(MISTRAL).folds_system()
-    assert template("{%- for m in messages if m['role'] != 'system' %}{{- m['content'] }}{%- endfor %}").folds_system()
-    assert not template(CHATML).folds_system()
+    assert template(MISTRAL).rejects_system()
+    assert template(
+        "{%- for m in messages if m['role'] != 'system' %}{{- m['content'] }}{%- endfor %}"
+    ).rejects_system()
+    assert not template(CHATML).rejects_system()
 
 
 def test_roles_token_by_token(chatml: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from spile.data.convert import ANSWERS, CHALLENGES, RowSelection, Unique, convert
+from spile.data.convert import ANSWERS, CHALLENGES, DuplicateFinder, RowSelection, convert
 from spile.data.sources import open_source
 from spile.data.tables import Columns, Hub
 from spile.errors import DataError, SpecError, StoreError
@@ -175,7 +175,7 @@ def test_a_task_id_that_stands_twice_is_refused_and_the_old_file_stays(
 
 
 def test_unique_finds_the_first_repeat() -> None:
-    names = Unique()
+    names = DuplicateFinder()
     assert names.first_repeat() is None
     for row in range(5000):
         names.add(f"n{row}", row)

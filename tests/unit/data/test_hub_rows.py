@@ -60,8 +60,8 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     folder = write_files(tmp_path / "hub", 3, 100, 10)
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", Files)
     monkeypatch.setattr(Hub, "_parquet_files", sorted(map(str, folder.iterdir())))
-    monkeypatch.setattr("spile.data.tables._reach", lambda: None)
-    monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: "abc")
+    monkeypatch.setattr("spile.data.tables._check_connection", lambda: None)
+    monkeypatch.setattr("spile.data.tables.resolve_commit", lambda *_: "abc")
     return names
 
 
@@ -79,7 +79,7 @@ def test_rows_from_any_row_on(opened: list[str]) -> None:
 def test_a_run_continues_with_the_commit_that_it_began_with(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     spec = DataSpec(dataset="someone/rows")
     assert open_input(spec).revision == "abc"
-    monkeypatch.setattr("spile.data.tables.commit_of", lambda *_: "newer")
+    monkeypatch.setattr("spile.data.tables.resolve_commit", lambda *_: "newer")
     stored = StreamIdentity("someone/rows", "0", None, None, (), head=3, revision="abc")
     assert open_input(spec, stored).revision == "abc"
     assert open_input(spec).revision == "newer"
@@ -87,7 +87,7 @@ def test_a_run_continues_with_the_commit_that_it_began_with(opened: list[str], m
 
 def test_a_revision_is_resolved_to_its_commit(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     commits = {"v1": "abc", "v2": "def", None: "def"}
-    monkeypatch.setattr("spile.data.tables.commit_of", lambda _, revision: commits[revision])
+    monkeypatch.setattr("spile.data.tables.resolve_commit", lambda _, revision: commits[revision])
     old = DataSpec(dataset="someone/rows", dataset_revision="v1")
     assert open_input(old).revision == "abc"
     assert open_input(DataSpec(dataset="someone/rows", dataset_revision=COMMIT)).revision == COMMIT
@@ -115,7 +115,7 @@ def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
     left = list(stream.read(Ranges([(0, 265), (270, 300)]), reader.parts, 300))
     assert [item.task_id for item in left if isinstance(item, Sample)] == [str(n) for n in range(265, 270)]
     assert opened.count("train-0.parquet") == 1, "only its footer is read"
-    stream.compare(reader.parts, 300)  # nothing to read: a commit of the hub does not change
+    stream.check_unchanged(reader.parts, 300)  # nothing to read: a commit of the hub does not change
 
 
 READ = """

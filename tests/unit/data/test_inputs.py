@@ -177,8 +177,8 @@ def test_the_hub_is_read_once_and_tried_again_while_it_is_out(
         return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(hub, "_reach", lambda: None)
-    monkeypatch.setattr(hub, "commit_of", lambda *_: None)
+    monkeypatch.setattr(hub, "_check_connection", lambda: None)
+    monkeypatch.setattr(hub, "resolve_commit", lambda *_: None)
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "60")
     spec = DataSpec(dataset="someone/reviews", split="train[:3]", config_name="plain", keep=("label",))
     stream = open_stream(spec, chatml)
@@ -380,7 +380,7 @@ def test_a_huge_row_of_a_parquet_file_is_refused_before_it_is_copied(
 ) -> None:
     from spile.data import tables
 
-    monkeypatch.setattr(tables, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(tables, "MAX_LINE_BYTES", 1000)
     path = parquet(
         tmp_path / "x.parquet", [{"text": f"{number} " + "x" * 300} for number in range(7)] + [{"text": "y" * 2000}]
     )
@@ -397,7 +397,7 @@ def test_a_huge_sample_is_refused(
     """A tokenizer needs several hundred bytes for each token, so a text of gigabytes would end the worker."""
     from spile.data import rows
 
-    monkeypatch.setattr(rows, "LONGEST_SAMPLE", 100)
+    monkeypatch.setattr(rows, "MAX_SAMPLE_LENGTH", 100)
     spec = DataSpec(dataset=jsonl([{name: value[:100] for name, value in row.items()}, row]))
     with pytest.raises(DataError, match=r"line 2: expected at most 100 (characters|token ids) in a sample, found 101"):
         open_stream(spec, chatml)

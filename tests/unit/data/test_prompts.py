@@ -13,7 +13,7 @@ from spile.data.arc.encoders import ENCODERS, parse_encoder
 from spile.data.arc.grids import Pair, Task
 from spile.data.arc.prompts import VERSIONS, arc_messages
 from spile.data.lines import embedded_tasks
-from spile.data.prompts import Drafter
+from spile.data.prompts import PromptBuilder
 from spile.spec.run import PromptSpec, PromptVersion
 from spile.spec.sample import Role
 
@@ -67,11 +67,11 @@ def test_the_pages_examples_of_encoders_are_what_they_write() -> None:
 @pytest.mark.parametrize("version", get_args(PromptVersion))
 def test_prompts_are_the_same_bytes_on_every_machine(version: str) -> None:
     """Pinned: words, encoder and variants of the embedded tasks. A change here is a new version, never an edit."""
-    drafter = Drafter(PromptSpec(kind="arc", version=version, predictions_per_task=4), seed=11, template=None)
+    builder = PromptBuilder(PromptSpec(kind="arc", version=version, predictions_per_task=4), seed=11, template=None)
     digest = hashlib.sha256()
     for number, line in enumerate(embedded_tasks().read_bytes().splitlines()):
-        for draft in drafter.drafts(json.loads(line), range(4 * number, 4 * number + 4), f"line {number}", ""):
-            digest.update(draft.text.encode())
+        for prompt in builder.build(json.loads(line), range(4 * number, 4 * number + 4), f"line {number}", ""):
+            digest.update(prompt.text.encode())
     assert digest.hexdigest()[:16] == PINNED[version]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spile.data import lines
-from spile.data.lines import StreamFile
+from spile.data.lines import LineSource
 
 PIECES = [b'{"text": "a"}\n{"te', b'xt": "b"}\n', b'{"text": "c"}']
 
@@ -28,7 +28,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_second_pass_reads_the_copy_of_the_first(fetched: list[str]) -> None:
-    file = StreamFile("gs://bucket/rows.jsonl")
+    file = LineSource("gs://bucket/rows.jsonl")
     first = [line.raw for line in file.lines()]
     again, beside = file.lines(), file.lines()
     assert next(beside).raw == first[0]  # two at once do not disturb each other
@@ -38,14 +38,14 @@ def test_the_second_pass_reads_the_copy_of_the_first(fetched: list[str]) -> None
 
 
 def test_a_pass_that_ended_early_left_no_copy(fetched: list[str]) -> None:
-    file = StreamFile("gs://bucket/rows.jsonl")
+    file = LineSource("gs://bucket/rows.jsonl")
     next(file.lines())
     assert len(list(file.lines())) == 3
     assert fetched == ["rows.jsonl"] * 2
 
 
 def test_what_is_too_large_is_fetched_again(fetched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_MOST_COPIED", 20)
-    file = StreamFile("gs://bucket/rows.jsonl")
+    monkeypatch.setattr(lines, "_MAX_COPY_BYTES", 20)
+    file = LineSource("gs://bucket/rows.jsonl")
     assert len(list(file.lines())) == len(list(file.lines())) == 3
     assert fetched == ["rows.jsonl"] * 2

@@ -238,7 +238,7 @@ def test_what_was_looked_at_is_given_all_the_same_and_an_error_too(
     rows = [[message], [message], [message], [{"role": "system", "content": "x"}]]
     stream = open_stream(DataSpec(dataset=jsonl([{"messages": row} for row in rows])), tokenizer)
     reader = stream.read(NONE)
-    assert [item.index for item in islice(reader.look(), looked_at)] == list(range(min(looked_at, 3)))
+    assert [item.index for item in islice(reader.peek(), looked_at)] == list(range(min(looked_at, 3)))
     assert [next(reader).index for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="users only"):
         next(reader)

@@ -12,7 +12,7 @@ import pytest
 
 from spile.data import lines as lines_module
 from spile.data import stream as stream_module
-from spile.data.lines import Line, StreamFile, hash_lines
+from spile.data.lines import Line, LineSource, hash_lines
 from spile.data.stream import SampleReader, SampleStream, open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, SpecError
@@ -27,7 +27,7 @@ NONE = Ranges()
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Datasets of more than 300 bytes are large, and parts have at most eight rows."""
-    monkeypatch.setattr(stream_module, "HEAD", 300)
+    monkeypatch.setattr(stream_module, "HEAD_BYTES", 300)
     monkeypatch.setattr(lines_module, "_PART_ROWS", 8)
 
 
@@ -61,7 +61,7 @@ KINDS = ["x.jsonl", "x.csv", "x.txt", "x.parquet"]
 @pytest.mark.parametrize("name", KINDS)
 def test_a_streamed_dataset_gives_what_a_whole_one_gives(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / name, ROWS)
-    whole, streamed = open_stream(spec, chatml, whole=True), open_stream(spec, chatml)
+    whole, streamed = open_stream(spec, chatml, read_all=True), open_stream(spec, chatml)
     assert (whole.identity.lines, whole.identity.samples, whole.identity.head) == (100, 100, None)
     assert (streamed.identity.lines, streamed.identity.samples) == (None, None)
     assert streamed.identity.head is not None
@@ -115,13 +115,13 @@ def test_every_edit_between_two_runs_is_found(name: str, tmp_path: Path, chatml:
                 seen.extend(stream.read(done, reader.parts, 100))
             assert texts(seen, chatml).items() <= right.items(), "nothing is made of the edit"
         with pytest.raises(DataError, match="changed since it was read"):
-            stream.compare(reader.parts, 100)
+            stream.check_unchanged(reader.parts, 100)
     for rows, words in ((ROWS[:-1], "changed since"), ([*ROWS, ROWS[0]], "has grown since it was read to its end")):
         stream = open_stream(write(tmp_path / name, rows), chatml)
         with pytest.raises(DataError, match=words):
-            stream.compare(reader.parts, 100)
+            stream.check_unchanged(reader.parts, 100)
     write(tmp_path / name, ROWS)
-    open_stream(spec, chatml).compare(reader.parts, 100)
+    open_stream(spec, chatml).check_unchanged(reader.parts, 100)
 
 
 def test_rows_that_no_run_has_read_may_change(tmp_path: Path, chatml: Tokenizer) -> None:
@@ -147,7 +147,7 @@ def test_an_edit_while_a_file_is_read_is_found(
 ) -> None:
     monkeypatch.setattr(lines_module, "_CHUNK", 512)
     spec = write(tmp_path / "x.jsonl", ROWS)
-    lines = StreamFile(spec.dataset).lines()
+    lines = LineSource(spec.dataset).lines()
     next(lines)
     with (tmp_path / "x.jsonl").open("r+b") as file:
         file.seek(3000)
@@ -170,7 +170,7 @@ def test_a_bad_row_far_from_the_first_ones(tmp_path: Path, chatml: Tokenizer) ->
 def test_packed_documents_of_a_streamed_dataset(tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / "x.jsonl", ROWS)
     packed = DataSpec(dataset=spec.dataset, prompt=PromptSpec(pack=True), max_seq_length=9)
-    whole, streamed = open_stream(packed, chatml, whole=True), open_stream(packed, chatml)
+    whole, streamed = open_stream(packed, chatml, read_all=True), open_stream(packed, chatml)
     items, reader = read_all(streamed)
     assert texts(items, chatml) == texts(list(whole.read(NONE)), chatml)
     again, _ = read_all(streamed, Ranges([(0, 5)]), reader.parts, reader.total)
@@ -185,7 +185,9 @@ def test_the_hash_of_a_part_depends_on_every_row() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_streams_that_read_rows_in_turn_share_the_dataset(name: str, tmp_path: Path, chatml: Tokenizer) -> None:
     spec = write(tmp_path / name, ROWS)
-    one = {item.task_id: item for item in open_stream(spec, chatml, whole=True).read(NONE) if isinstance(item, Sample)}
+    one = {
+        item.task_id: item for item in open_stream(spec, chatml, read_all=True).read(NONE) if isinstance(item, Sample)
+    }
     seen: list[str] = []
     for number in range(3):
         own = replace(spec, worker_id=number, of_streams=3)
@@ -205,7 +207,7 @@ def test_streams_that_read_rows_in_turn_share_the_dataset(name: str, tmp_path: P
             rows = [{**row, "text": "dog"} if n == edited else row for n, row in enumerate(ROWS)]
             write(tmp_path / name, rows if edited is not None else [*ROWS, *ROWS[:3]])
             with pytest.raises(DataError, match=words):
-                open_stream(own, chatml).compare(reader.parts, reader.total)
+                open_stream(own, chatml).check_unchanged(reader.parts, reader.total)
         write(tmp_path / name, ROWS)
     assert sorted(seen) == sorted(one), "each row is in one stream"
 

@@ -90,7 +90,7 @@ class Reader:
     def __iter__(self) -> Any:
         return self._items
 
-    def look(self) -> Any:
+    def peek(self) -> Any:
         return iter(list(items(COUNT)))
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tupl
     stream = join_stream(folder, 0, stream_identity(COUNT), identity)
     spec = ExtractSpec(output=str(root), batch_tokens=128)
     run: Any = SimpleNamespace(
-        samples=SimpleNamespace(read=Reader, task_id=lambda index, *_: (f"task-{index}", ())),
+        samples=SimpleNamespace(read=Reader, find_task_id=lambda index, *_: (f"task-{index}", ())),
         spec=spec,
         sizes=Sizes(128, None, 64, 12_000),
         stream_identity=stream_identity(COUNT),
@@ -172,7 +172,7 @@ def test_a_sample_without_room_is_quarantined_by_one_worker(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_sample_without_room_of_a_dataset_that_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model; the number of samples is not known before all have been read."""
-    monkeypatch.setattr(stream_module, "HEAD", 20)
+    monkeypatch.setattr(stream_module, "HEAD_BYTES", 20)
     monkeypatch.setattr(lines_module, "_PART_ROWS", 2)
     rows = [{"task_id": f"task-{n}", "text": "1 2 3 " * (n % 7 + 1)} for n in range(60)]
     file, start = tmp_path / "rows.jsonl", DeviceProducer.start

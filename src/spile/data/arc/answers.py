@@ -11,8 +11,8 @@ import orjson
 from spile.data.arc.encoders import GridEncoder
 from spile.data.arc.grids import Grid, Task, grid_problem
 from spile.data.arc.prompts import revert
-from spile.data.lines import StreamFile
-from spile.data.rows import parse_row, task_of
+from spile.data.lines import LineSource
+from spile.data.rows import parse_row, parse_task
 from spile.data.sources import open_input
 from spile.errors import DataError, untrusted
 from spile.spec.run import DataSpec
@@ -147,12 +147,12 @@ def score_answers(
 def read_tasks(location: str) -> dict[str, Task]:
     file = open_input(DataSpec(dataset=location))
     places = ((line, f"{location} {file.number(line)}") for line in file.lines())
-    return {task.task_id: task for task in (task_of(parse_row(line.raw, place), place) for line, place in places)}
+    return {task.task_id: task for task in (parse_task(parse_row(line.raw, place), place) for line, place in places)}
 
 
 def read_references(location: str) -> dict[str, Grid]:
     """Read the first output of each task, from a file such as ``test_outputs_train.json`` or from the tasks."""
-    content = b"".join(StreamFile(location).chunks())
+    content = b"".join(LineSource(location).chunks())
     try:
         found = orjson.loads(content)
     except orjson.JSONDecodeError:

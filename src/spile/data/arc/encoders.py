@@ -17,7 +17,7 @@ from spile.data.arc.grids import Grid, grid_problem
 from spile.errors import DataError, SpecError
 
 _FLAG = "--grid-encoder"
-_LONGEST, _DEEPEST = 1000, 8
+_MAX_LENGTH, _MAX_DEPTH = 1000, 8
 _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
@@ -34,7 +34,7 @@ class GridEncoder(ABC):
 
     def __str__(self) -> str:
         values = [getattr(self, each.name) for each in fields(self)]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(map(_shown, values))})"
+        return f"{type(self).__name__}({', '.join(map(_argument, values))})"
 
     def _unreadable(self, text: str) -> DataError:
         return DataError("the text holds no grid", expected=f"what {self} writes", found=repr(text[:60]))
@@ -47,7 +47,7 @@ class GridEncoder(ABC):
         raise self._unreadable(text)
 
 
-def _shown(value: object) -> str:
+def _argument(value: object) -> str:
     if isinstance(value, tuple):
         return repr("".join(value)) if all(len(symbol) == 1 for symbol in value) else repr(list(value))
     return repr(value) if isinstance(value, str) else str(value)
@@ -188,8 +188,8 @@ _ARGUMENTS: dict[str, tuple[str, tuple[type, ...]]] = {
 
 def parse_encoder(text: str) -> GridEncoder:
     """Return the encoder of an expression; raise :class:`SpecError` that lists the encoders if it is invalid."""
-    if len(text) > _LONGEST:
-        raise SpecError(_FLAG, expected=f"at most {_LONGEST} characters", found=str(len(text)))
+    if len(text) > _MAX_LENGTH:
+        raise SpecError(_FLAG, expected=f"at most {_MAX_LENGTH} characters", found=str(len(text)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # an unknown escape in a string is only a warning
@@ -206,8 +206,8 @@ def _build(call: ast.expr, text: str, depth: int) -> GridEncoder:
     if not isinstance(call, ast.Call) or name not in ENCODERS:
         found = name or f"{ast.get_source_segment(text, call)!r}"
         raise SpecError(_FLAG, expected=f"one of {', '.join(ENCODERS)}, with parentheses", found=found)
-    if depth > _DEEPEST:
-        raise SpecError(_FLAG, expected=f"at most {_DEEPEST} encoders inside each other", found="more")
+    if depth > _MAX_DEPTH:
+        raise SpecError(_FLAG, expected=f"at most {_MAX_DEPTH} encoders inside each other", found="more")
     accepted = fields(ENCODERS[name])  # type: ignore[arg-type]
     parameter = accepted[0] if accepted else None
     described, kinds = _ARGUMENTS[str(parameter.type)] if parameter else ("", ())
