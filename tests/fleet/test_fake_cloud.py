@@ -23,7 +23,6 @@ from spile.fleet.provider import (
     NodeState,
     NotAllowed,
     Operation,
-    QueuedRequest,
     QueuedState,
     Quota,
     Stockout,
@@ -194,8 +193,8 @@ def test_our_client_on_a_node(client: CloudTpu, fake: FakeCloud) -> None:
 
 
 def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
-    client.create_queued(ZONE, "q", QueuedRequest(V3, node_count=2, node_prefix="s"))
-    client.create_queued(ZONE, "b", QueuedRequest(V3, best_effort=True))
+    client.create_queued(ZONE, "q", V3, count=2, prefix="s")
+    client.create_queued(ZONE, "b", V3, best_effort=True)
     for _ in range(3000):
         found = {each.name: each for each in client.queued(ZONE)}
         if all(each.state is QueuedState.ACTIVE for each in found.values()):

@@ -18,7 +18,7 @@ from spile.cli.main import main
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.manage import wait_for_queued
-from spile.fleet.provider import NodeRequest, QueuedRequest
+from spile.fleet.provider import NodeRequest
 from spile_fakes.cloud_server import FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"
@@ -200,8 +200,7 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
 
 def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
     """A queued resource is deleted as a whole, so it is kept if it contains a machine of another fleet."""
-    request = QueuedRequest(NodeRequest("v4-8", "r"), node_count=2, node_prefix="s")
-    manage.settle(client, client.create_queued(A, "s", request))
+    manage.settle(client, client.create_queued(A, "s", NodeRequest("v4-8", "r"), count=2, prefix="s"))
     wait_for_queued(client, A, "s")
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "s-0")
     assert code == 0, text

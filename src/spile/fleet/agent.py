@@ -30,25 +30,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
 from spile.fleet.cloud_tpu import CloudTpu, open_session, read_settings
 from spile.fleet.home import FleetHome, WorkerReport, own_pin
-from spile.fleet.logs import LogKeeper
+from spile.fleet.logs import WorkerLog
 from spile.fleet.manage import delete_machine
 from spile.fleet.spec import FleetSpec, Verdict, Worker, owns
 from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.spec.phase import Phase
-from spile.store.heartbeat import REFERENCE, hide_values, secret_values
+from spile.store.heartbeat import REFERENCE, secret_values
 from spile.store.quarantine import Supervision
 from spile.version import __version__
 
 AGAIN = 75
 """The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
-_TAIL = 40
 _KILL_FACTOR = 10
 """Restarts after a kill, as a multiple of those after errors: a worker works on many streams, and an agent does not see
 whether it commits."""
@@ -206,9 +204,7 @@ class Agent:
             Its exit code (``AGAIN`` if a new deployment ended it), its last lines, and why the agent stopped it.
         """
         given = resolve_secrets(fleet.environment)
-        output = _Output(
-            LogKeeper(self.home.folder, self._name()), secret_values(fleet.environment, {**os.environ, **given})
-        )
+        log = WorkerLog(self.home.folder, self._name(), secret_values(fleet.environment, {**os.environ, **given}))
         with tempfile.TemporaryFile() as spec:
             spec.write(fleet.run_json())
             spec.seek(0)
@@ -222,22 +218,22 @@ class Agent:
                 text=True,
                 errors="replace",
             ) as child:
-                reader = threading.Thread(target=output.read, args=(child.stdout,), daemon=True)
+                reader = threading.Thread(target=log.read, args=(child.stdout,), daemon=True)
                 reader.start()
-                again, why = self._watch(fleet, child, output)
+                again, why = self._watch(fleet, child, log)
                 code = child.wait()
                 reader.join()
-        output.flush()
-        return AGAIN if again else code if code >= 0 else 128 - code, "\n".join(output.tail), why
+        log.flush()
+        return AGAIN if again else code if code >= 0 else 128 - code, "\n".join(log.tail), why
 
-    def _watch(self, fleet: FleetSpec, child: subprocess.Popen[str], output: _Output) -> tuple[bool, str]:
+    def _watch(self, fleet: FleetSpec, child: subprocess.Popen[str], log: WorkerLog) -> tuple[bool, str]:
         """Store the log until the worker ends, and end it if there is a new deployment or a reason to stop."""
         while True:
             try:
                 child.wait(self.look)
                 return False, ""
             except subprocess.TimeoutExpired:
-                output.flush()
+                log.flush()
             again, why = self._is_new_deployment(fleet), ""
             try:
                 why = "" if again else self._reason_to_stop(fleet)
@@ -260,27 +256,6 @@ class Agent:
             delete_machine(client, fleet.name, self.zone, self.node, node.queued)
         except (CloudError, UserError) as error:
             print(f"spile agent: cannot delete this machine ({error}); spile monitor will", flush=True)
-
-
-class _Output:
-    """The output of a worker: printed, kept in the bucket, and its last lines. Secrets are hidden in all of them."""
-
-    def __init__(self, keeper: LogKeeper, hidden: Collection[str]) -> None:
-        self._keeper, self._hidden = keeper, hidden
-        self.tail: deque[str] = deque(maxlen=_TAIL)
-
-    def read(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            shown = hide_values(line, self._hidden)
-            self.tail.append(shown.rstrip("\n"))
-            self._keeper.add(shown)
-            print(shown, end="", flush=True)
-
-    def flush(self) -> None:
-        try:
-            self._keeper.flush()
-        except SpileError as error:  # The log is for people; the run continues without it.
-            print(f"spile agent: {error}", flush=True)
 
 
 _SECRET_NAME = re.compile(r"projects/[A-Za-z0-9._:-]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?")

@@ -27,7 +27,6 @@ from spile.fleet.provider import (
     NodeState,
     NotAllowed,
     Operation,
-    QueuedRequest,
     QueuedResource,
     QueuedState,
     Quota,
@@ -216,18 +215,20 @@ def node_body(request: NodeRequest) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value not in ({}, [])}
 
 
-def queued_body(request: QueuedRequest, parent: str, name: str) -> dict[str, Any]:
+def queued_body(
+    request: NodeRequest, parent: str, name: str, count: int, prefix: str | None, best_effort: bool
+) -> dict[str, Any]:
     """Return a queued request as the API's JSON. v2alpha1, which best effort needs, spells multislice differently."""
-    node = node_body(request.node)
+    node = node_body(request)
     scheduling = node.pop("schedulingConfig", {})
     spec: dict[str, Any] = {"parent": parent, "node": node}
-    if request.node_count > 1 or request.node_prefix:
-        many = {"nodeCount": request.node_count, "nodeIdPrefix": request.node_prefix or name}
-        spec["multiNodeParams" if request.best_effort else "multisliceParams"] = many
+    if count > 1 or prefix:
+        many = {"nodeCount": count, "nodeIdPrefix": prefix or name}
+        spec["multiNodeParams" if best_effort else "multisliceParams"] = many
     else:
         spec["nodeId"] = name
     body: dict[str, Any] = {"tpu": {"nodeSpec": [spec]}}
-    if request.best_effort:
+    if best_effort:
         body["bestEffort"] = {}
     elif scheduling.get("reserved"):
         body["guaranteed"] = {"reserved": True}
@@ -460,16 +461,26 @@ class CloudTpu:
         path = f"{self._parent(zone)}/queuedResources"
         return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
 
-    def create_queued(self, zone: str, name: str, request: QueuedRequest) -> Operation:
+    def create_queued(
+        self,
+        zone: str,
+        name: str,
+        request: NodeRequest,
+        *,
+        count: int = 1,
+        prefix: str | None = None,
+        best_effort: bool = False,
+    ) -> Operation:
+        """Request a queued resource: one node, or ``count`` nodes ``prefix-0`` … that act as one (multislice)."""
         parent = self._parent(zone)
         return read_operation(
             self._send(
                 "POST",
                 f"{parent}/queuedResources",
-                f"queue for {name} ({request.node.accelerator_type}) in {zone}",
-                body=queued_body(request, parent, name),
+                f"queue for {name} ({request.accelerator_type}) in {zone}",
+                body=queued_body(request, parent, name, count, prefix, best_effort),
                 params={"queuedResourceId": name},
-                version="v2alpha1" if request.best_effort else "v2",
+                version="v2alpha1" if best_effort else "v2",
             )
         )
 

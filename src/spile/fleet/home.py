@@ -33,7 +33,7 @@ from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.manage import NodeResult, by_zone, slice_secret
 from spile.fleet.provider import Node, Operation
 from spile.fleet.reconcile import Action
-from spile.fleet.spec import FleetSpec, History, Verdict, owns, spec_zones
+from spile.fleet.spec import FleetSpec, History, Verdict, owns
 from spile.objects import open_folder
 from spile.objects.folder import Folder, NotFound, Removal, get_if_present
 from spile.objects.machine import ask_metadata, google_metadata_url
@@ -517,7 +517,7 @@ def check_pinned(provider: CloudTpu, home: str, fleet: FleetSpec, found: str) ->
     known = known_here(home)
     if known == found:
         return None
-    for zone in spec_zones(fleet):
+    for zone in fleet.possible_zones:
         try:
             nodes = provider.nodes(zone)
         except (CloudError, UserError):  # The monitor's round reports a zone that does not answer.

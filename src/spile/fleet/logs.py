@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 import shlex
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 
-from spile.errors import SpecError, UserError
+from spile.errors import SpecError, SpileError, UserError
 from spile.fleet.home import Numbered
 from spile.fleet.provider import Node
 from spile.fleet.spec import owns, worker_of
 from spile.objects.folder import Folder, get_if_present
 from spile.store.claims import ClaimReader
-from spile.store.heartbeat import Beat, read_beat
+from spile.store.heartbeat import Beat, hide_values, read_beat
 from spile.store.layout import PROGRESS, existing_folder, list_streams
 
 PART = 256 << 10
 """The size at which the next object is started."""
 PARTS = 16
 """The number of objects that are kept for a machine."""
+_TAIL = 40
+"""The number of lines that an agent reports if the worker fails."""
 UNIT = "spile-worker"
 """The systemd unit of the worker."""
 LOG_FILES = ("~/spile-worker.log", "~/unit.log", "/opt/spile/startup.log")
@@ -32,36 +35,52 @@ def _stored_log(folder: Folder, name: str) -> Numbered:
     return Numbered(folder, f"logs/{name}/", ".log")
 
 
-class LogKeeper:
-    """Stores the output of a worker. ``add`` never waits for the bucket; ``flush`` does."""
+class WorkerLog:
+    """The output of a worker: printed, stored in the bucket, and its last lines. Secrets are hidden in all of them.
 
-    def __init__(self, folder: Folder, name: str, *, part: int = PART, parts: int = PARTS) -> None:
-        self._objects, self._part, self._parts = _stored_log(folder, name), part, parts
+    ``add`` never waits for the bucket; ``flush`` does.
+    """
+
+    def __init__(
+        self, folder: Folder, name: str, secrets: Collection[str] = (), *, part: int = PART, parts: int = PARTS
+    ) -> None:
+        self._objects, self._secrets, self._part, self._parts = _stored_log(folder, name), secrets, part, parts
+        self.tail: deque[str] = deque(maxlen=_TAIL)
         self._lock = threading.Lock()
         self._new = bytearray()
         self._text = self._stored = b""
         """The end of the log, and what the bucket has of it, in the object with this number."""
         self._number = 0
 
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.add(line)
+
     def add(self, line: str) -> None:
+        line = hide_values(line, self._secrets).rstrip("\n")
+        self.tail.append(line)
+        print(line, flush=True)
         with self._lock:
-            self._new += line.rstrip("\n").encode(errors="replace") + b"\n"
+            self._new += line.encode(errors="replace") + b"\n"
             del self._new[: -4 * self._part]  # A bucket that fails must not fill the memory.
 
     def flush(self) -> None:
-        """Store the lines. It is called every minute and when the worker ends."""
+        """Store the lines. It is called every minute and when the worker ends. A failure is only printed."""
         with self._lock:
             new, self._new = bytes(self._new), bytearray()
         self._text = (self._text + new)[-4 * self._part :]
         if self._text == self._stored:
             return
-        self._number = self._number or max(self._objects.numbers(), default=0) + 1
-        self._objects.put(self._number, self._text)
-        self._stored = self._text
-        if len(self._text) >= self._part:
-            self._text = self._stored = b""
-            self._number += 1
-            self._objects.forget(self._number - self._parts + 1)
+        try:
+            self._number = self._number or max(self._objects.numbers(), default=0) + 1
+            self._objects.put(self._number, self._text)
+            self._stored = self._text
+            if len(self._text) >= self._part:
+                self._text = self._stored = b""
+                self._number += 1
+                self._objects.forget(self._number - self._parts + 1)
+        except SpileError as error:  # The log is for people; the run continues without it.
+            print(f"spile agent: {error}", flush=True)
 
 
 def read_log(folder: Folder, name: str, pattern: str | None = None) -> Iterator[str]:

@@ -22,7 +22,6 @@ from spile.fleet.provider import (
     Node,
     NodeState,
     Operation,
-    QueuedRequest,
     QueuedResource,
     QueuedState,
     Quota,
@@ -70,7 +69,7 @@ def request_machine(
         metadata={**fleet.machine.metadata, **metadata(name)},
     )
     if fleet.queued:
-        return provider.create_queued(zone, name, QueuedRequest(request, best_effort=fleet.best_effort))
+        return provider.create_queued(zone, name, request, best_effort=fleet.best_effort)
     return provider.create_node(zone, name, request)
 
 
@@ -338,21 +337,21 @@ def _request_again(provider: CloudTpu, node: Node, queued: QueuedResource | None
     if queued is None:
         return provider.create_node(node.zone, node.name, node.request)
     count, prefix = len(queued.nodes) or 1, queued.prefix
-    request = QueuedRequest(node.request, node_count=count, node_prefix=prefix, best_effort=queued.best_effort)
-    return provider.create_queued(node.zone, queued.name, request)
+    return provider.create_queued(
+        node.zone, queued.name, node.request, count=count, prefix=prefix, best_effort=queued.best_effort
+    )
 
 
 def queue(provider: CloudTpu, fleet: FleetSpec, prefix: str, count: int, name: str) -> list[NodeResult]:
     """Request one queued resource per zone with ``count`` nodes that act together (multislice)."""
-    node = replace(
+    request = replace(
         fleet.machine,
         labels={**fleet.machine.labels, **fleet.labels},
         metadata={**fleet.machine.metadata, **slice_secret()},  # All nodes share one secret, as one worker.
     )
-    request = QueuedRequest(node, node_count=count, node_prefix=prefix, best_effort=fleet.best_effort)
 
     def zone_work(zone: str) -> list[NodeResult]:
-        provider.create_queued(zone, name, request)
+        provider.create_queued(zone, name, request, count=count, prefix=prefix, best_effort=fleet.best_effort)
         return [NodeResult(name, zone, "requested", f"{count} nodes {prefix}-0 …")]
 
     return by_zone(fleet.zones, zone_work)

@@ -39,7 +39,7 @@ from spile.fleet.reconcile import (
     update_history,
     worker_cases,
 )
-from spile.fleet.spec import FleetSpec, History, Observed, Pulse, Worker, WorkerHistory, owns, spec_zones
+from spile.fleet.spec import FleetSpec, History, Observed, Pulse, Worker, WorkerHistory, owns
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
@@ -100,7 +100,7 @@ def look(
     pool: Executor | None = None,
 ) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
-    zones = spec_zones(fleet)
+    zones = fleet.possible_zones
     listed = _each(pool, partial(_attempt, _zone_nodes, fleet, provider), zones)
     found = dict(zip(zones, listed, strict=True))
     waiting = [past.pending for past in history.workers.values() if past.pending and past.pending.operation]

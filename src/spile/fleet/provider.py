@@ -193,16 +193,6 @@ class Node:
 
 
 @dataclass(frozen=True)
-class QueuedRequest:
-    """A request for a queued resource: one node, or several that act as one (multislice)."""
-
-    node: NodeRequest
-    node_count: int = 1
-    node_prefix: str | None = None
-    best_effort: bool = False
-
-
-@dataclass(frozen=True)
 class QueuedResource:
     """A queued resource."""
 

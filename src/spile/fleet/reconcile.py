@@ -24,6 +24,7 @@ from spile.fleet.spec import (
     Worker,
     WorkerHistory,
     ZoneBlock,
+    dollars_per_hour,
 )
 
 _NEVER_HEARD = (
@@ -118,7 +119,7 @@ def update_history(fleet: FleetSpec, observed: Observed, history: History, now: 
         if not case.nodes and (past.zone, name) in observed.foreign:
             past.note = f"{name} in {past.zone} is a machine that is not of this fleet"
         past.used = tuple(sorted({*case.silent_zones, *(node.zone for node in case.nodes)}))
-    _update_bills(observed, history, fleet, now)
+    _update_bills(observed, history, now)
     # Computed in every round, so that the fleet continues if the budget is raised.
     history.stopped = fleet.policy.stop or _spent(fleet.policy.budget, history.dollars)
     return history
@@ -231,14 +232,15 @@ def _tail(text: str) -> str:
     return text.strip()[-2000:] or "it left no log"
 
 
-def _update_bills(observed: Observed, history: History, fleet: FleetSpec, now: float) -> None:
+def _update_bills(observed: Observed, history: History, now: float) -> None:
     bills = history.bills
     listed = {node.uid for nodes in observed.own.values() for node in nodes}
     for worker, nodes in observed.own.items():
         for node in nodes:
             if node.state.life in _BILLED and node.state is not NodeState.QUEUED:
                 started = bills[node.uid].started if node.uid in bills else min(node.created or now, now)
-                bills[node.uid] = Bill(worker, node.zone, started, now, fleet.dollars_per_hour(node))
+                price = dollars_per_hour(node.accelerator_type, node.preemptible)
+                bills[node.uid] = Bill(worker, node.zone, started, now, price)
     for uid, bill in list(bills.items()):
         if uid not in listed and bill.zone not in observed.unanswered:
             history.settled += _final(bills.pop(uid), observed, now).dollars

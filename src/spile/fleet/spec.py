@@ -102,7 +102,8 @@ class Policy:
 
 
 @cache
-def _dollars_per_hour(accelerator_type: str, preemptible: bool) -> float:
+def dollars_per_hour(accelerator_type: str, preemptible: bool) -> float:
+    """Return the price of a machine while it runs; 0 if it is not known."""
     try:
         price = parse_machine(accelerator_type).price
     except SpecError:
@@ -155,6 +156,11 @@ class FleetSpec:
         return {FLEET_LABEL: self.name}
 
     @property
+    def possible_zones(self) -> tuple[str, ...]:
+        """Every zone where a machine of the fleet may exist."""
+        return tuple(dict.fromkeys([*self.zones, *(worker.zone for worker in self.workers), *self.former_zones]))
+
+    @property
     def root(self) -> str:
         return str(self.run.get("output") or "")
 
@@ -182,15 +188,11 @@ class FleetSpec:
     def price(self) -> float:
         """The dollars per hour of one machine; 0 if the price is not known."""
         cheap = self.machine.preemptible or self.machine.spot or self.best_effort
-        return _dollars_per_hour(self.machine.accelerator_type, cheap)
+        return dollars_per_hour(self.machine.accelerator_type, cheap)
 
     def run_json(self) -> bytes:
         """Return the run spec as ``spile worker --spec`` reads it."""
         return json.dumps(dict(self.run)).encode()
-
-    def dollars_per_hour(self, node: Node) -> float:
-        """Return the price of a node while it runs; 0 if it is not known."""
-        return _dollars_per_hour(node.accelerator_type, node.preemptible)
 
     def to_json(self) -> bytes:
         return json.dumps({"format": 1, **asdict(self)}, indent=1).encode()
@@ -300,11 +302,6 @@ class Observed:
 
     def pulse(self, worker: int) -> Pulse:
         return self.pulses.get(worker, Pulse())
-
-
-def spec_zones(fleet: FleetSpec) -> tuple[str, ...]:
-    """Return every zone where a machine of the fleet may exist."""
-    return tuple(dict.fromkeys([*fleet.zones, *(worker.zone for worker in fleet.workers), *fleet.former_zones]))
 
 
 @dataclass(frozen=True)

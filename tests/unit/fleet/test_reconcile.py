@@ -32,7 +32,6 @@ from spile.fleet.spec import (
     WorkerHistory,
     ZoneBlock,
     plan_workers,
-    spec_zones,
 )
 from spile.spec.phase import Phase
 
@@ -431,7 +430,7 @@ def test_machines_of_an_earlier_larger_deployment_are_deleted() -> None:
     assert [(action.uid, action.reason) for action in actions] == [("left", "no worker of this deployment needs it")]
     assert 7 not in record(fleet, history, [(actions[0], Operation("o", A, False))], NOW).workers
     shrunk = replace(fleet, zones=(A,), workers=fleet.workers[:1], former_zones=(B,))
-    assert spec_zones(shrunk) == (A, B), "the zone that is no longer used is still looked at"
+    assert shrunk.possible_zones == (A, B), "the zone that is no longer used is still looked at"
     assert words(turn(shrunk, see(a_node(0), a_node(1), pulses={0: fresh()}))[1]) == [("delete", 1, B)]
 
 
