@@ -24,10 +24,19 @@ from spile.errors import RunMismatch
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.deploy import changes, check_stored
 from spile.fleet.home import FleetHome, Lease
-from spile.fleet.monitor import tick
+from spile.fleet.monitor import run_round
 from spile.fleet.provider import NodeRequest
-from spile.fleet.reconcile import past_of
-from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, History, Policy, Pulse, keep_numbers, plan_workers
+from spile.fleet.reconcile import history_of
+from spile.fleet.spec import (
+    FLEET_LABEL,
+    WORKER_LABEL,
+    FleetSpec,
+    History,
+    Policy,
+    WorkerHealth,
+    keep_numbers,
+    plan_workers,
+)
 from spile.objects.folder import NotFound, ObjectInfo
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
@@ -572,16 +581,18 @@ class Simulation:
             saved = sorted(key for key in self.folder.objects if key.startswith("history/"))
             monitor.history = History.from_json(self.folder.get(saved[-1])) if saved else History()
         monitor.holding = monitor.lease.number
-        fleet = self.home.ordered(self.home.read_fleet())
-        pulses = {
-            number: Pulse(task.beat, task.phase, task.verdict if mine else "", task.said if mine else 0.0, "boom")  # type: ignore[arg-type]
+        fleet = self.home.with_orders(self.home.read_fleet())
+        health = {
+            number: WorkerHealth(
+                task.beat, task.phase, task.verdict if mine else "", task.said if mine else 0.0, "boom"
+            )  # type: ignore[arg-type]
             for number, task in self.said.items()
             for mine in [task.deployment == fleet.deployment]
         }
         monitor.busy = True
         try:
-            done = tick(
-                fleet, self.client, monitor.history, pulses,
+            done = run_round(
+                fleet, self.client, monitor.history, health,
                 clock=lambda: self.now, held=monitor.lease.held, metadata=self._metadata,
                 save=lambda history: self._save(monitor, history),
             )  # fmt: skip
@@ -604,7 +615,7 @@ class Simulation:
         """A fleet that counts as complete has every row of its split, and of no other."""
         if fleet.deployment != self.fleet.deployment or history.deployment != fleet.deployment:
             return
-        if all(past_of(history, worker).finished for worker in fleet.workers):
+        if all(history_of(history, worker).finished for worker in fleet.workers):
             manifest = self.bucket[fleet.streams or ""]
             whole = [(stream.complete, stream.rows_of) for stream in self.streams.values()]
             right = [(True, entry.sha256) for entry in manifest.streams]

@@ -42,7 +42,7 @@ class Demo:
             "STORAGE_EMULATOR_HOST": gcs.url,
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-            "SPILE_AGENT_FLAGS": "--pause 1 --look 2",
+            "SPILE_AGENT_FLAGS": "--pause 1 --check-seconds 2",
             "SPILE_CLAIM_SECONDS": "10",
         }
         self.cloud = FakeCloud(folder / "cloud", pace=CloudTimes(1.0, 0.5, 0.5), environment=machine)

@@ -132,7 +132,7 @@ def guide_world(
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("JAX_PLATFORMS", "cpu")
         _with_dataset(monkeypatch)
-        monkeypatch.setattr("spile.fleet.manage.EVERY", 0.05)
+        monkeypatch.setattr("spile.fleet.manage.POLL_SECONDS", 0.05)
         with world.cloud:
             yield GuideWorld(world, prompt_of(world, monkeypatch, capfd), monkeypatch, model)
 

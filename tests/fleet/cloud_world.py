@@ -37,7 +37,7 @@ class World:
             "JAX_PLATFORMS": "cpu",
             **{name: value for name, value in os.environ.items() if "_CACHE_" in name and name.startswith("JAX_")},
             "SPILE_EXPECT": "any",
-            "SPILE_AGENT_FLAGS": "--pause 0.1 --look 1",
+            "SPILE_AGENT_FLAGS": "--pause 0.1 --check-seconds 1",
         }
         self.cloud = FakeCloud(folder / "cloud", pace=CloudTimes(0.2, 0.1, 0.1), environment=machines)
         self.environment = {

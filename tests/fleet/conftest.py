@@ -18,7 +18,7 @@ from spile_fakes.gcs import FakeGcs
 def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deployments of this computer are recorded separately for each test, and operations are fast."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("spile.fleet.manage.EVERY", 0.02)
+    monkeypatch.setattr("spile.fleet.manage.POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ import pytest
 
 from spile.cli.main import main
 from spile.errors import SpecError, StoreError, UserError
-from spile.fleet.agent import AGAIN, Agent, worker_command
+from spile.fleet.agent import NEW_DEPLOYMENT, Agent, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import FleetHome, WorkerReport, pin_machines
 from spile.fleet.logs import WorkerLog, read_log
-from spile.fleet.manage import settle
+from spile.fleet.manage import wait_for_operation
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.launch.supervisor import RestartPolicy
@@ -41,9 +41,9 @@ def a_home(folder: Path, **more: object) -> FleetHome:
 
 def an_agent(home: FleetHome, code: str, **more: object) -> Agent:
     words = [sys.executable, "-uc", code]
-    options = {"stay": False, **more}
+    options = {"wait_at_end": False, **more}
     restarts = RestartPolicy(pause=0.01, **({"retries": options.pop("retries")} if "retries" in options else {}))  # type: ignore[arg-type]
-    return Agent(home, NAME, "", restarts=restarts, look=0.05, command=lambda *_: words, **options)  # type: ignore[arg-type]
+    return Agent(home, NAME, "", restarts=restarts, check_seconds=0.05, command=lambda *_: words, **options)  # type: ignore[arg-type]
 
 
 def test_the_worker_gets_the_run_spec_and_claims_streams(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_new_deployment_ends_the_worker_and_asks_for_its_code(tmp_path: Path) 
         time.sleep(0.02)
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
     thread.join(120)
-    assert codes == [AGAIN]
+    assert codes == [NEW_DEPLOYMENT]
 
 
 def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
@@ -138,7 +138,7 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{fake.port}/vm/{ZONE}/{NAME}/0")
     home = a_home(tmp_path)
     request = NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})
-    settle(client, client.create_node(ZONE, NAME, request))
+    wait_for_operation(client, client.create_node(ZONE, NAME, request))
     agent = an_agent(home, "import time; print('up'); time.sleep(60)", pin=home.read_pinned()[1])
     agent.zone = ZONE
     codes: list[int] = []
@@ -158,14 +158,14 @@ def test_a_deployment_that_the_machines_metadata_does_not_name_is_not_taken(
     assert output.count("it is not used") + capfd.readouterr().out.count("it is not used") == 1, "said once"
     assert pin_machines(client, new, home.folder.url) == []
     thread.join(120)
-    assert codes == [AGAIN]
+    assert codes == [NEW_DEPLOYMENT]
 
 
 def test_an_assignment_that_changed_since_the_start_is_judged_before_it_is_run(tmp_path: Path) -> None:
     home = a_home(tmp_path)
     mark = tmp_path / "ran"
     agent = an_agent(home, f"open({str(mark)!r}, 'w')", pin="0" * 64)
-    assert agent.run() == AGAIN
+    assert agent.run() == NEW_DEPLOYMENT
     assert not mark.exists()
 
 
@@ -206,13 +206,13 @@ def test_the_machine_deletes_itself_and_no_other(
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     home = a_home(tmp_path)
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
+    wait_for_operation(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
     agent = an_agent(home, "pass")
     agent.zone = ZONE
     agent.run()
     while client.nodes(ZONE):
         time.sleep(0.02)
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r")))
+    wait_for_operation(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r")))
     agent.run()
     time.sleep(0.2)
     assert [node.name for node in client.nodes(ZONE)] == [NAME], "a machine without the fleet's label is not ours"
@@ -240,7 +240,7 @@ def test_reports_survive_json_and_later_versions(tmp_path: Path) -> None:
 def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(tmp_path: Path, code: int) -> None:
     """Without a monitor, the agent waits for the next deployment."""
     home = a_home(tmp_path)
-    agent = an_agent(home, f"raise SystemExit({code})", stay=True, retries=0)
+    agent = an_agent(home, f"raise SystemExit({code})", wait_at_end=True, retries=0)
     ended: list[int] = []
     thread = threading.Thread(target=lambda: ended.append(agent.run()))
     thread.start()
@@ -250,12 +250,12 @@ def test_a_corrected_deploy_starts_where_the_first_was_refused_crashed_or_done(t
     assert ended == [], "it stays"
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
     thread.join(120)
-    assert ended == [AGAIN]
+    assert ended == [NEW_DEPLOYMENT]
 
 
 def test_a_waiting_agent_ends_with_its_machine(tmp_path: Path) -> None:
     home = a_home(tmp_path)
-    agent = an_agent(home, "raise SystemExit(2)", stay=True)
+    agent = an_agent(home, "raise SystemExit(2)", wait_at_end=True)
 
     def end_it() -> None:
         while not (home.read_reports().get(NAME) and home.read_reports()[NAME].verdict):
@@ -336,8 +336,8 @@ def test_a_machine_whose_worker_gave_up_deletes_itself_after_the_limit(
     for key, value in fake.environment().items():
         monkeypatch.setenv(key, value)
     home = a_home(tmp_path, policy=Policy(idle_limit=0.3))
-    settle(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
-    agent = an_agent(home, "raise SystemExit(2)", stay=True)
+    wait_for_operation(client, client.create_node(ZONE, NAME, NodeRequest("v3-8", "r", labels={"spile-fleet": "f"})))
+    agent = an_agent(home, "raise SystemExit(2)", wait_at_end=True)
     agent.zone = ZONE
     thread = threading.Thread(target=agent.run)
     thread.start()
@@ -365,7 +365,7 @@ def test_a_machine_obeys_the_budget_and_an_order_to_stop_without_a_monitor(tmp_p
         ".touch(), sys.exit(130))); time.sleep(60)"
     )
     agent = an_agent(home, code)
-    agent.look = 2.0  # the worker has set its handler by then
+    agent.check_seconds = 2.0  # the worker has set its handler by then
     assert agent.run() == 0
     report = home.read_reports()[NAME]
     assert report.verdict == "stopped"
@@ -392,4 +392,4 @@ def test_a_corrected_deploy_is_taken_up_during_the_pause_of_a_crash_loop(tmp_pat
         time.sleep(0.02)
     home.write_fleet(replace(home.read_fleet(), deployment="d2"))
     thread.join(120)
-    assert ended == [AGAIN]
+    assert ended == [NEW_DEPLOYMENT]

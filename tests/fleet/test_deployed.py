@@ -18,9 +18,9 @@ from spile.fleet.home import (
     PIN,
     FleetHome,
     NotDeployed,
-    known_here,
+    accept_deployment,
     pin_machines,
-    remember_deployment,
+    recorded_deployment,
     sha256,
 )
 from spile.fleet.monitor import FleetMonitor, FleetStatus
@@ -77,7 +77,7 @@ def ready(status: FleetStatus) -> bool:
 
 
 def test_a_deployment_that_the_bucket_alone_knows_is_refused_at_the_start(home: FleetHome, client: CloudTpu) -> None:
-    found, wanted = sha256(forged(home)), known_here(home.folder.url)
+    found, wanted = sha256(forged(home)), recorded_deployment(home.folder.url)
     with pytest.raises(NotDeployed) as refused:
         FleetMonitor(home, client)
     line = refused.value.line()
@@ -129,8 +129,8 @@ def test_another_computer_needs_the_deployment_hash(home: FleetHome, client: Clo
     with pytest.raises(NotDeployed, match="expected one that is known outside of the bucket"):
         FleetMonitor(home, client)
     with pytest.raises(NotDeployed, match="is not that deployment"):
-        remember_deployment(home.folder.url, found, "sha256:" + "0" * 64)
-    remember_deployment(home.folder.url, found, f"sha256:{found}")
+        accept_deployment(home.folder.url, found, "sha256:" + "0" * 64)
+    accept_deployment(home.folder.url, found, f"sha256:{found}")
     until(FleetMonitor(home, client), ready)
     forged(home)
     with pytest.raises(NotDeployed):
@@ -140,7 +140,7 @@ def test_another_computer_needs_the_deployment_hash(home: FleetHome, client: Clo
 @pytest.mark.parametrize("text", ["", "sha256:12", "d", "sha256:" + "g" * 64])
 def test_an_invalid_sha256_is_reported(text: str) -> None:
     with pytest.raises(SpecError, match="--deployment: expected sha256: and 64 digits"):
-        remember_deployment("gs://b/fleet/f", "0" * 64, text)
+        accept_deployment("gs://b/fleet/f", "0" * 64, text)
 
 
 def test_a_folder_speaks_for_the_fleet_of_its_own_name(home: FleetHome) -> None:

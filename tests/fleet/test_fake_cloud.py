@@ -13,7 +13,7 @@ from google.auth.credentials import AnonymousCredentials
 
 from clouds import GCLOUD, gcloud, gcloud_json
 from spile.errors import CloudError, UserError
-from spile.fleet.cloud_tpu import CloudTpu, check_place
+from spile.fleet.cloud_tpu import CloudTpu, check_zone
 from spile.fleet.provider import (
     BadRequest,
     LostReply,
@@ -35,7 +35,7 @@ PARENT = f"projects/fake-project/locations/{ZONE}"
 V3 = NodeRequest("v3-8", "tpu-ubuntu2204-base", preemptible=True, labels={"spile-fleet": "t"})
 
 
-def settle(client: CloudTpu, operation: Operation) -> Operation:
+def wait_for_operation(client: CloudTpu, operation: Operation) -> Operation:
     while not operation.done:
         time.sleep(0.02)
         operation = client.operation(operation.zone, operation.name)
@@ -168,7 +168,7 @@ def test_gcloud_queues(fake: FakeCloud, tmp_path: Path) -> None:
 @needs_gcloud
 @pytest.mark.slow
 def test_gcloud_logs_in_with_the_same_host_key_alias(fake: FakeCloud, tmp_path: Path, client: CloudTpu) -> None:
-    settle(client, client.create_node(ZONE, "t0", V3))
+    wait_for_operation(client, client.create_node(ZONE, "t0", V3))
     line = gcloud(fake, tmp_path, *TPU_VM, "ssh", "t0", f"--zone={ZONE}", "--dry-run", "--command=ls")
     node = client.node(ZONE, "t0")
     assert f"HostKeyAlias=tpu.{node.uid}-0" in line.stdout
@@ -181,13 +181,13 @@ def test_gcloud_logs_in_with_the_same_host_key_alias(fake: FakeCloud, tmp_path: 
 
 def test_our_client_on_a_node(client: CloudTpu, fake: FakeCloud) -> None:
     operation = client.create_node(ZONE, "t0", V3)
-    assert settle(client, operation).error is None
+    assert wait_for_operation(client, operation).error is None
     node = client.node(ZONE, "t0")
     assert (node.name, node.zone, node.state, node.preemptible) == ("t0", ZONE, NodeState.READY, True)
     assert node.labels == {"spile-fleet": "t"}
-    settle(client, client.label_node(ZONE, "t0", {"spile-fleet": "u"}))
+    wait_for_operation(client, client.label_node(ZONE, "t0", {"spile-fleet": "u"}))
     assert client.nodes("-")[0].labels == {"spile-fleet": "u"}
-    settle(client, client.delete_node(ZONE, "t0"))
+    wait_for_operation(client, client.delete_node(ZONE, "t0"))
     with pytest.raises(Missing):
         client.node(ZONE, "t0")
 
@@ -203,7 +203,7 @@ def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
     assert found["q"].nodes == ("s-0", "s-1")
     assert found["b"].nodes == ("b",)
     assert {node.queued for node in client.nodes(ZONE)} == {"q", "b"}
-    settle(client, client.delete_queued(ZONE, "q"))
+    wait_for_operation(client, client.delete_queued(ZONE, "q"))
     assert [node.name for node in client.nodes(ZONE)] == ["b"]
 
 
@@ -270,7 +270,7 @@ def test_reads_are_retried_and_creates_are_not(client: CloudTpu, fake: FakeCloud
 
 def test_stockout_shows_in_the_operation_and_leaves_nothing(client: CloudTpu, fake: FakeCloud) -> None:
     fake.admin("stock", {"zone": ZONE, "available": False})
-    operation = settle(client, client.create_node(ZONE, "t0", V3))
+    operation = wait_for_operation(client, client.create_node(ZONE, "t0", V3))
     assert isinstance(operation.error, Stockout)
     assert f"no capacity to create t0 in {ZONE}" in str(operation.error)
     assert client.nodes(ZONE) == []
@@ -287,9 +287,9 @@ def test_nothing_listens_at_the_address(tmp_path: Path) -> None:
 
 def test_unknown_zone_and_type(client: CloudTpu) -> None:
     with pytest.raises(UserError, match="zone us-central1-x has no TPUs: expected one of us-central1-a"):
-        check_place(client, "us-central1-x", "v3-8")
+        check_zone(client, "us-central1-x", "v3-8")
     with pytest.raises(UserError, match="has no v3-9: expected one of v3-"):
-        check_place(client, ZONE, "v3-9")
+        check_zone(client, ZONE, "v3-9")
     with pytest.raises(NotAllowed, match="may not exist"):
         client.nodes("us-central1-x")
 

@@ -20,7 +20,7 @@ from spile.cli.fleet import watch_fleet
 from spile.errors import SpecError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.monitor import FleetMonitor, FleetStatus, check_url
+from spile.fleet.monitor import FleetMonitor, FleetStatus, check_webhook
 from spile.fleet.provider import NodeRequest, NotAllowed
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
 from spile.objects import open_folder
@@ -148,7 +148,7 @@ def test_a_budget_raised_on_one_monitor_counts_for_the_next(home: FleetHome, fak
     home.order_budget(deployed, 1.1)
     assert until(later, lambda status: status.over).history.stopped.startswith("the budget of $1.10 is spent")
     home.write_fleet(replace(deployed, deployment="e"))
-    assert home.ordered(home.read_fleet()).policy.budget is None, "the next deployment has its own"
+    assert home.with_orders(home.read_fleet()).policy.budget is None, "the next deployment has its own"
 
 
 def test_a_complete_run_is_a_success_at_any_cost(home: FleetHome, fake: FakeCloud, client: CloudTpu) -> None:
@@ -365,7 +365,7 @@ def test_a_webhook_is_called_once_for_each_event(home: FleetHome, fake: FakeClou
     assert "no such model" in output[0]["text"]
     assert (output[0]["fleet"], output[0]["output"]) == ("f", home.read_fleet().root)
     with pytest.raises(SpecError, match=r"^--notify: expected https"):
-        check_url("slack")
+        check_webhook("slack")
 
 
 def screen(status: FleetStatus, width: int, height: int) -> list[str]:

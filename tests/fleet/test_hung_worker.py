@@ -17,7 +17,7 @@ import pytest
 from fleet.cloud_world import A, World
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.monitor import FleetMonitor, FleetStatus, pulses_of, views_by_worker
+from spile.fleet.monitor import FleetMonitor, FleetStatus, views_by_worker, worker_health
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
@@ -165,7 +165,7 @@ def test_a_worker_whose_device_hangs_is_replaced_despite_its_heartbeats(
     assert before > 0
     fleet.until(lambda status: status.history.workers[0].silences == 1)
     assert world.commits() <= before + 2, "it got no further"
-    assert fleet.deleted().startswith("it gives signs of life and got no further for ")
+    assert fleet.deleted().startswith("it sends heartbeats but has made no progress for ")
     fleet.until(lambda _: world.commits() > before + 2)
     assert fleet.machine() != machine
     fleet.finish()
@@ -178,11 +178,11 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     view = StreamView(0, "tpu_0", State.WORKING, phase=Phase.RUNNING, age=10.0, idle=700.0)
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
     mine = {0: Holding(workers[0].name, active=True)}
-    assert pulses_of(fleet, {}, snapshot, mine)[0].progress == 9300.0
-    assert pulses_of(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
+    assert worker_health(fleet, {}, snapshot, mine)[0].progress == 9300.0
+    assert worker_health(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
     output = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
-    assert pulses_of(fleet, output, snapshot, mine)[0].progress == 9500.0
-    assert pulses_of(fleet, {}, replace(snapshot, streams=()), mine)[0].progress is None
+    assert worker_health(fleet, output, snapshot, mine)[0].progress == 9500.0
+    assert worker_health(fleet, {}, replace(snapshot, streams=()), mine)[0].progress is None
 
 
 def test_a_worker_has_the_samples_of_all_its_streams() -> None:

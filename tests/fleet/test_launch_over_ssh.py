@@ -62,7 +62,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
         hosts.start(0, address=str(address), port=22, config=setting)
         access = Access(user="root", key=hosts.key, options=hosts.options)
         done = launch_over_ssh(client, fleet, home.folder.url, access)
-        assert [(each.name, each.what, each.detail) for each in done] == [
+        assert [(each.name, each.outcome, each.detail) for each in done] == [
             ("tpu-us-central1-a-1", "failed", "there is no such machine"),
             ("tpu-us-central1-a-0", "created", "launched"),
         ], done

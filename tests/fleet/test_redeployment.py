@@ -15,7 +15,7 @@ from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
 from spile.fleet.home import FleetHome, WorkerReport
-from spile.fleet.reconcile import begin
+from spile.fleet.reconcile import copy_history
 from spile.fleet.spec import FleetSpec, History
 from spile.objects import open_folder
 
@@ -520,7 +520,7 @@ def test_the_list_of_fleets_shows_crash_loops_and_workers_that_gave_up(world: Wo
     assert code == 0, text
     wanted = [f"{first}: restarted 2×, exit code 1: out of memory", f"{second} refused"]
     assert json.loads(text)[0]["problems"] == wanted
-    spent = replace(begin(fleet, History()), stopped="the budget of $2.00 is spent ($2.01)")
+    spent = replace(copy_history(fleet, History()), stopped="the budget of $2.00 is spent ($2.01)")
     home.write_history(spent, 1)
     code, text = prompt("fleet", "list", "b", "--json")
     assert (json.loads(text)[0]["state"], json.loads(text)[0]["problems"]) == (spent.stopped, [])

@@ -9,9 +9,9 @@ import pytest
 
 from fleet_simulation import DirectSession, Simulation
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
-from spile.fleet.monitor import tick
+from spile.fleet.monitor import run_round
 from spile.fleet.provider import NodeRequest
-from spile.fleet.spec import FleetSpec, History, Pulse, plan_workers
+from spile.fleet.spec import FleetSpec, History, WorkerHealth, plan_workers
 from spile.spec.phase import Phase
 from spile_fakes.cloud import Cloud, CloudTimes
 from spile_fakes.cloud_server import Api
@@ -86,9 +86,9 @@ def test_256_workers_cost_a_request_a_zone() -> None:
         nonlocal history
         now[0] += 90.0
         before = len(api.calls)
-        pulses = {worker.id: Pulse(now[0], Phase.RUNNING) for worker in fleet.workers}
-        history = tick(
-            fleet, client, history, pulses,
+        health = {worker.id: WorkerHealth(now[0], Phase.RUNNING) for worker in fleet.workers}
+        history = run_round(
+            fleet, client, history, health,
             clock=lambda: now[0], held=lambda: True, metadata=lambda _: {}, save=saved.append,
         ).history  # fmt: skip
         return api.calls[before:]

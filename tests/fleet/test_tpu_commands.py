@@ -88,7 +88,7 @@ def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: Fak
 
 
 def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
+    manage.wait_for_operation(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
     assert code == 1, "what was named is not all gone"
     assert "it is not of fleet default" in text
@@ -100,7 +100,7 @@ def test_delete_asks_and_leaves_foreign_machines_alone(spile, client: CloudTpu) 
 
 
 def test_a_taken_name_is_refused_and_can_be_adopted(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
+    manage.wait_for_operation(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "create", "--zones", A)
     assert code == 1
     assert (
@@ -200,7 +200,7 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
 
 def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
     """A queued resource is deleted as a whole, so it is kept if it contains a machine of another fleet."""
-    manage.settle(client, client.create_queued(A, "s", NodeRequest("v4-8", "r"), count=2, prefix="s"))
+    manage.wait_for_operation(client, client.create_queued(A, "s", NodeRequest("v4-8", "r"), count=2, prefix="s"))
     wait_for_queued(client, A, "s")
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "s-0")
     assert code == 0, text
@@ -277,7 +277,7 @@ def test_an_operation_that_cannot_be_followed_is_not_forgotten(spile, fake: Fake
 
 
 def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "theirs", NodeRequest("v3-8", "r")))
+    manage.wait_for_operation(client, client.create_node(A, "theirs", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs")
     assert (code, names(client)) == (0, ["theirs"]), text
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "theirs", "--workers-per-zone", "1")
@@ -285,7 +285,7 @@ def test_adopting_a_machine_makes_no_other(spile, client: CloudTpu) -> None:
 
 
 def test_deleting_a_machine_that_is_not_the_fleets_is_no_success(spile, client: CloudTpu) -> None:
-    manage.settle(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
+    manage.wait_for_operation(client, client.create_node(A, "tpu-us-central1-a-0", NodeRequest("v3-8", "r")))
     code, text = spile("tpu", "delete", "--zones", A, "--workers-per-zone", "1", "--yes")
     assert (code, "it is not of fleet default" in text) == (1, True), text
     assert names(client) == ["tpu-us-central1-a-0"]

@@ -37,7 +37,7 @@ from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu, read_node, read_operation, read_queued, read_settings
 from spile.fleet.deploy import check_bucket, check_machines_bucket
-from spile.fleet.home import FleetHome, Lease, _state_key, known_here
+from spile.fleet.home import FleetHome, Lease, _state_key, recorded_deployment
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
 from spile.hosts import guard
@@ -329,7 +329,7 @@ class Targets:
             for key in ("lease/000001.json", "orders/stop.json", "orders/budget.json", "workers/n.json"):
                 (self._scratch / "fleet/f" / key).write_bytes(data)
             with_ours(lambda: Lease(home.folder, clock=lambda: 1.0, ttl=1.0).holder())
-            with_ours(lambda: home.ordered(spec).policy)
+            with_ours(lambda: home.with_orders(spec).policy)
             home._seen.clear()
             home.read_reports()  # never an error: one machine's report stops no monitor
 
@@ -616,7 +616,7 @@ class Targets:
             client.zones,
             lambda: client.accelerator_types("z"),
             client.quotas,
-            lambda: client.held("iam", "r", ("a",)),
+            lambda: client.granted_permissions("iam", "r", ("a",)),
             lambda: client.delete_node("z", "n"),
         )
 
@@ -699,7 +699,7 @@ class Targets:
         def read(data: bytes) -> None:
             with patch.dict(os.environ, {"XDG_STATE_HOME": str(self._scratch)}):
                 (folder / _state_key("gs://b/fleet/f")).write_bytes(data)
-                known_here("gs://b/fleet/f")
+                recorded_deployment("gs://b/fleet/f")
 
         return (b'{"home": "gs://b/fleet/f", "sha256": "00"}',), read
 

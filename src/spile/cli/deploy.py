@@ -29,7 +29,7 @@ from spile.cli.flags import (
 from spile.data.split import StreamsPlan, existing_streams, local_streams, split_streams
 from spile.errors import RunMismatch, SpecError
 from spile.fleet import manage
-from spile.fleet.cloud_tpu import CloudTpu, check_place
+from spile.fleet.cloud_tpu import CloudTpu, check_zone
 from spile.fleet.deploy import (
     changes,
     check_access,
@@ -47,7 +47,7 @@ from spile.fleet.deploy import (
 )
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
-from spile.fleet.monitor import check_url
+from spile.fleet.monitor import check_webhook
 from spile.fleet.spec import FleetSpec, Policy, Worker, keep_numbers
 from spile.hosts.hosts import Access
 from spile.objects import is_remote, open_folder
@@ -255,7 +255,7 @@ class _Request:
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         """Return the fleet that the request asks for, without its work."""
-        budget = home.ordered(before).policy.budget if before is not None and self.steps.skip_dataset else None
+        budget = home.with_orders(before).policy.budget if before is not None and self.steps.skip_dataset else None
         fleet = self.machines.fleet(self.place, client.project, self.steps.policy(budget))
         workers = self.workers or fleet.workers
         if self.steps.adopt:
@@ -341,10 +341,10 @@ def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     request.root("gs://b")
     pairs("--env", request.steps.env)
     for url in request.steps.notify or ():
-        check_url(url)
+        check_webhook(url)
     check_model(worker_spec(request.flags, "gs://b/x", "gs://b/datasets"))
     for zone in () if request.steps.skip_launch else fleet.zones:
-        check_place(client, zone, fleet.machine.accelerator_type)
+        check_zone(client, zone, fleet.machine.accelerator_type)
 
 
 @contextmanager
@@ -417,7 +417,7 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
         if bare:
             log(f"{', '.join(bare)}: created without spile's startup script; the worker is started over ssh")
         access = Access(user=steps.user, key=steps.ssh_key)
-        results = [each for each in results if (each.bad if ssh else each.name not in bare)]
+        results = [each for each in results if (each.failed if ssh else each.name not in bare)]
         results += launch_over_ssh(
             client, fleet, home.folder.url, access, only=None if ssh else bare, internal_ip=steps.internal_ip,
             force=steps.force,

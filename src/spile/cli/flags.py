@@ -468,12 +468,12 @@ def table_of(*columns: str, left: Collection[str] | None = None) -> Table:
 
 def print_result(result: NodeResult) -> None:
     detail = f": {result.detail}" if result.detail else ""
-    line = f"{result.name} in {result.zone}: {result.what}{detail}"
-    output(soft_wrap=True).print(line, style="red" if result.bad else None)
+    line = f"{result.name} in {result.zone}: {result.outcome}{detail}"
+    output(soft_wrap=True).print(line, style="red" if result.failed else None)
 
 
 def print_results(results: Sequence[NodeResult]) -> int:
     """Print one line per machine, failures last; return 1 if there is a failure, else 0."""
-    for result in sorted(results, key=lambda result: (result.bad, result.zone, result.name)):
+    for result in sorted(results, key=lambda result: (result.failed, result.zone, result.name)):
         print_result(result)
-    return int(any(result.bad for result in results))
+    return int(any(result.failed for result in results))

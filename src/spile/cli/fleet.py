@@ -30,11 +30,11 @@ from spile.cli.flags import (
 from spile.cli.view import web_of
 from spile.errors import SpecError, UserError
 from spile.fleet import manage
-from spile.fleet.cloud_tpu import CloudTpu, check_place, read_settings
-from spile.fleet.home import FleetHome, Lease, find_home, fleet_url, fleets_of, refuse_monitored, remember_deployment
+from spile.fleet.cloud_tpu import CloudTpu, check_zone, read_settings
+from spile.fleet.home import FleetHome, Lease, accept_deployment, find_home, fleet_url, fleets_of, refuse_if_monitored
 from spile.fleet.manage import NodeResult, slice_secret, wait_for_queued
 from spile.fleet.monitor import FleetMonitor, FleetStatus, worker_problems
-from spile.fleet.provider import Life, Node, NodeState, QueuedResource
+from spile.fleet.provider import Node, NodeState, QueuedResource, Stage
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns, plan_workers
 from spile.objects import bucket_url, open_folder
 from spile.spec.amounts import counted
@@ -60,13 +60,13 @@ def watch_fleet(
     once: bool = False,
     as_json: bool = False,
     watch_only: bool = False,
-    makes: bool = True,
+    may_create: bool = True,
     metrics_port: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Watch a fleet and replace its machines until it is finished; return 1 if it failed. Ctrl+C only stops watching.
 
-    If ``makes`` is False, machines are deleted but none is created.
+    If ``may_create`` is False, machines are deleted but none is created.
     """
     policy = {"interval": interval, **({"delete_finished": False} if keep_finished else {})}
 
@@ -80,7 +80,7 @@ def watch_fleet(
         handled(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
         serve_metrics(metrics_port) as show_metrics,
     ):
-        monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, makes=makes)
+        monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, may_create=may_create)
         try:
             first = monitor.step()
             if first.refusal is not None:  # The cloud refuses all requests. Errors in later rounds may be temporary.
@@ -141,7 +141,7 @@ def monitor(
     client = _client(home, project)
     deployed, found = home.read_pinned()
     if deployment is not None:
-        remember_deployment(home.folder.url, found, deployment)
+        accept_deployment(home.folder.url, found, deployment)
     if budget is not None:
         home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
     with web_of(root, web, fleet=fleet):
@@ -258,7 +258,7 @@ def stop(
     client = _client(home, project)
     home.order_stop(deployed)
     log(f"fleet {deployed.name} is asked to stop")
-    watch_fleet(home, client, output(soft_wrap=True), interval=interval, once=not wait, makes=False)
+    watch_fleet(home, client, output(soft_wrap=True), interval=interval, once=not wait, may_create=False)
     return 0
 
 
@@ -315,7 +315,7 @@ def create(
     if queued_id and not node_prefix:
         raise SpecError("--queued-id", expected="--node-prefix as well", found="--queued-id alone")
     for zone in fleet.zones:
-        check_place(client, zone, fleet.machine.accelerator_type)
+        check_zone(client, zone, fleet.machine.accelerator_type)
     log(f"{fleet.machine.accelerator_type}, {fleet.tier}")
     if node_prefix:
         results = manage.queue(client, fleet, node_prefix, node_count, queued_id or node_prefix)
@@ -328,10 +328,10 @@ def create(
                 return print_results(adopted)  # No further machines were requested.
         results = manage.create(client, fleet, lambda _: slice_secret(), wait=wait, report=print_result)
     for result in results if machines.queued and wait else ():
-        if not result.bad:
+        if not result.failed:
             wait_for_queued(client, result.zone, result.name)
             log(f"{result.name} in {result.zone}: ACTIVE")
-    return int(any(result.bad for result in results))
+    return int(any(result.failed for result in results))
 
 
 def delete(
@@ -364,7 +364,7 @@ def delete(
     if not mine:
         log(f"no machine of fleet {place.fleet} in {', '.join(zones)}")
         return code
-    refuse_monitored(mine, place.fleet)
+    refuse_if_monitored(mine, place.fleet)
     names = ", ".join(node.name for node in mine[:8]) + (f" and {len(mine) - 8} more" if len(mine) > 8 else "")
     confirm(f"Delete {counted(len(mine), 'machine')} ({names})?", yes=yes)
     return max(code, print_results(manage.delete(client, mine, place.fleet, wait=wait)))
@@ -383,7 +383,7 @@ def tpu_status(
     """
     zones, client = place.zone_list(), place.client()
     nodes = manage.list_nodes(client, zones)
-    waiting = manage.without_nodes(manage.from_zones(client.queued, zones), nodes)
+    waiting = manage.queued_without_nodes(manage.gather_zones(client.queued, zones), nodes)
     queued = [each for each in waiting if each.labels.get(FLEET_LABEL) == place.fleet]
     shown = [node for node in nodes if owns(place.fleet, node)]
     if workers_per_zone is not None:
@@ -419,7 +419,7 @@ def recreate_preempted(
     """
     client, zones = place.client(), place.zone_list()
     chosen = _planned(place, workers_per_zone, manage.list_nodes(client, zones))
-    dead = [node for node in chosen if owns(place.fleet, node) and node.state.life is Life.DEAD]
+    dead = [node for node in chosen if owns(place.fleet, node) and node.state.stage is Stage.DEAD]
     if not dead:
         log(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}")
         return 0

@@ -45,7 +45,7 @@ from spile.store.heartbeat import REFERENCE, secret_values
 from spile.store.quarantine import Supervision
 from spile.version import __version__
 
-AGAIN = 75
+NEW_DEPLOYMENT = 75
 """The exit code that asks the launch script to read ``fleet.json`` again, because there is a new deployment."""
 _KILL_FACTOR = 10
 """Restarts after a kill, as a multiple of those after errors: a worker works on many streams, and an agent does not see
@@ -73,11 +73,11 @@ class Agent:
     zone: str
     host: int = 0
     restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(pause=10.0, kill_factor=_KILL_FACTOR))
-    look: float = 60.0
+    check_seconds: float = 60.0
     """Seconds between checks for a new deployment, a stop order and the budget."""
     pin: str = ""
     """The sha256 of the ``fleet.json`` that the startup script accepted; empty if nothing is pinned."""
-    stay: bool = True
+    wait_at_end: bool = True
     """Whether to wait for a corrected deployment after the worker has ended for good."""
     command: Callable[[Worker], Sequence[str]] = worker_command
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +94,7 @@ class Agent:
         fleet, found = self.home.read_pinned()
         if self.pin and found != self.pin:
             print("spile agent: fleet.json has changed since the start; the startup script checks it again", flush=True)
-            return AGAIN
+            return NEW_DEPLOYMENT
         worker = self._assignment(fleet)
         before = self.home.read_reports().get(self._name())
         self._dollars_before = before.dollars if before is not None else 0.0
@@ -106,8 +106,8 @@ class Agent:
             began = time.monotonic()
             code, tail, why = self._work(fleet, worker, supervision)
             supervision = supervision.after(code)
-            if code == AGAIN or self.stopping.is_set():
-                return AGAIN if code == AGAIN else 0
+            if code == NEW_DEPLOYMENT or self.stopping.is_set():
+                return NEW_DEPLOYMENT if code == NEW_DEPLOYMENT else 0
             if why:
                 return self._end(fleet, "stopped", why)
             decision = self.restarts.decide(history, code, seconds=time.monotonic() - began)
@@ -128,7 +128,7 @@ class Agent:
         self._write_report(phase=phase, verdict=verdict, error=why or self._report.error)
         if done:
             self._delete_machine(fleet, why or "the work is finished")
-        if not self.stay:
+        if not self.wait_at_end:
             return 0
         print("spile agent: waiting for a new deployment", flush=True)
         ended = self._wait(fleet, fleet.policy.idle_limit)
@@ -141,10 +141,10 @@ class Agent:
         """Wait; return an exit code if the agent has to end before, or None after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            if self.stopping.wait(min(self.look, left)):
+            if self.stopping.wait(min(self.check_seconds, left)):
                 return 0
             if self._is_new_deployment(fleet):
-                return AGAIN
+                return NEW_DEPLOYMENT
         return 0 if self.stopping.is_set() else None
 
     def _is_new_deployment(self, fleet: FleetSpec) -> bool:
@@ -171,7 +171,7 @@ class Agent:
     def _reason_to_stop(self, fleet: FleetSpec) -> str:
         """Return why the work has to end now: a stop order, or a spent budget."""
         self._write_report()
-        policy = self.home.ordered(fleet).policy
+        policy = self.home.with_orders(fleet).policy
         if policy.stop or policy.budget is None:
             return policy.stop
         spent = sum(report.dollars for report in self.home.read_reports().values())
@@ -224,13 +224,13 @@ class Agent:
                 code = child.wait()
                 reader.join()
         log.flush()
-        return AGAIN if again else code if code >= 0 else 128 - code, "\n".join(log.tail), why
+        return NEW_DEPLOYMENT if again else code if code >= 0 else 128 - code, "\n".join(log.tail), why
 
     def _watch(self, fleet: FleetSpec, child: subprocess.Popen[str], log: WorkerLog) -> tuple[bool, str]:
         """Store the log until the worker ends, and end it if there is a new deployment or a reason to stop."""
         while True:
             try:
-                child.wait(self.look)
+                child.wait(self.check_seconds)
                 return False, ""
             except subprocess.TimeoutExpired:
                 log.flush()
@@ -301,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", type=int, default=0)
     parser.add_argument("--pin", default="")
     parser.add_argument("--pause", type=float, default=10.0)
-    parser.add_argument("--look", type=float, default=60.0)
+    parser.add_argument("--check-seconds", type=float, default=60.0)
     options = parser.parse_args(words)
     agent = Agent(
         FleetHome.open(options.home),
@@ -309,7 +309,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.zone,
         options.host,
         restarts=RestartPolicy(pause=options.pause, kill_factor=_KILL_FACTOR),
-        look=options.look,
+        check_seconds=options.check_seconds,
         pin=options.pin,
     )
     # When the service ends, the worker gets the same signal and commits; the agent waits for it.

@@ -74,7 +74,7 @@ def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
     return BadRequest(f"cannot {doing}", found=found, fix="check the zone, the type and the version")
 
 
-def _answer(what: str) -> ContextDecorator:
+def _reads(what: str) -> ContextDecorator:
     """Return a decorator of a parser of the API's JSON: malformed JSON raises a one-line cloud error."""
     return untrusted(Unavailable, f"the API's answer is not a valid {what}", fix="try again later")
 
@@ -92,7 +92,7 @@ def _parts(name: str) -> tuple[str, str]:
     return words[3], words[-1]
 
 
-@_answer("node")
+@_reads("node")
 def read_node(raw: Mapping[str, Any]) -> Node:
     zone, name = _parts(raw["name"])
     scheduling = raw.get("schedulingConfig", {})
@@ -133,7 +133,7 @@ def _request_of(raw: Mapping[str, Any]) -> NodeRequest:
     )
 
 
-@_answer("queued resource")
+@_reads("queued resource")
 def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     """Parse a queued resource from the API's JSON, of either version."""
     zone, name = _parts(raw["name"])
@@ -166,7 +166,7 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     )
 
 
-@_answer("quota")
+@_reads("quota")
 def read_quota(raw: Mapping[str, Any]) -> QuotaLimit:
     """Parse a ``quotaInfo`` of the Cloud Quotas API. A place without a value has no quota."""
     values: dict[str, int] = {}
@@ -176,7 +176,7 @@ def read_quota(raw: Mapping[str, Any]) -> QuotaLimit:
     return QuotaLimit(str(raw["quotaId"]), values)
 
 
-@_answer("operation")
+@_reads("operation")
 def read_operation(raw: Mapping[str, Any]) -> Operation:
     """Parse an operation from the API's JSON; its failure, if any, becomes a typed error."""
     zone, name = _parts(raw["name"])
@@ -388,10 +388,10 @@ class CloudTpu:
             ), False
         except requests.exceptions.RequestException as error:
             if _never_sent(error):
-                return Unavailable(f"cannot {doing}", found=_cause(error), fix="check the network"), True
-            return LostReply(f"no answer to: {doing}", found=_cause(error)), repeatable
+                return Unavailable(f"cannot {doing}", found=_describe(error), fix="check the network"), True
+            return LostReply(f"no answer to: {doing}", found=_describe(error)), repeatable
         if reply.ok:
-            return _answer_tpu(reply, doing)
+            return _parse_reply(reply, doing)
         message = _message(reply)
         slower = reply.status_code == 429 and is_rate_limit(message)
         again = slower or reply.status_code == 503 or (repeatable and reply.status_code >= 500)
@@ -427,7 +427,7 @@ class CloudTpu:
         return [read_node(raw) for raw in self._pages(f"{self._parent(zone)}/nodes", "nodes", f"list TPUs in {zone}")]
 
     def node(self, zone: str, name: str) -> Node:
-        return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"look at TPU {name} in {zone}"))
+        return read_node(self._send("GET", f"{self._parent(zone)}/nodes/{name}", f"get TPU {name} in {zone}"))
 
     def create_node(self, zone: str, name: str, request: NodeRequest) -> Operation:
         """Request a node. A stockout is reported by the operation later."""
@@ -453,7 +453,7 @@ class CloudTpu:
 
     def operation(self, zone: str, name: str) -> Operation:
         path = f"{self._parent(zone)}/operations/{name}"
-        return read_operation(self._send("GET", path, f"look at operation {name} in {zone}"))
+        return read_operation(self._send("GET", path, f"get operation {name} in {zone}"))
 
     # -- queued resources -------------------------------------------------------------------------------------------
 
@@ -493,11 +493,11 @@ class CloudTpu:
 
     def zones(self) -> list[str]:
         path = f"projects/{self._settings.project}/locations"
-        return _texts(self._pages(path, "locations", "list zones"), "locationId")
+        return _field_values(self._pages(path, "locations", "list zones"), "locationId")
 
     def accelerator_types(self, zone: str) -> list[str]:
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
-        return _texts(raws, "type")
+        return _field_values(raws, "type")
 
     def quotas(self) -> list[QuotaLimit]:
         """Return the project's limits for TPUs."""
@@ -505,7 +505,7 @@ class CloudTpu:
         raws = self._pages(path, "quotaInfos", "list the quota for TPUs", version="v1", api="cloudquotas")
         return [read_quota(raw) for raw in raws]
 
-    def held(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
+    def granted_permissions(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
         """Return which of these permissions the current account has on a project or a service account."""
         body = {"permissions": list(permissions)}
         doing = f"ask what your account may do with {resource}"
@@ -514,12 +514,12 @@ class CloudTpu:
             return [str(each) for each in answer.get("permissions") or ()]
 
 
-def _texts(raws: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+def _field_values(raws: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     with untrusted(Unavailable, f"the API's answer has an entry without {key}", fix="try again later"):
         return sorted(str(raw[key]) for raw in raws)
 
 
-def _cause(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]
 
 
@@ -529,7 +529,7 @@ def _never_sent(error: requests.exceptions.RequestException) -> bool:
     return never or "NewConnectionError" in str(error) or "NameResolutionError" in str(error)
 
 
-def _answer_tpu(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
+def _parse_reply(reply: requests.Response, doing: str) -> tuple[dict[str, Any] | Unavailable, bool]:
     """Return the API's answer. A proxy's page is an error: whether the API received the request is not known."""
     try:
         found = reply.json()
@@ -549,7 +549,7 @@ def _message(reply: requests.Response) -> str:
     return str(message)
 
 
-def check_place(provider: CloudTpu, zone: str, accelerator_type: str) -> None:
+def check_zone(provider: CloudTpu, zone: str, accelerator_type: str) -> None:
     """Raise for an unknown zone or machine type before anything is requested."""
     zones = provider.zones()
     if zone not in zones:

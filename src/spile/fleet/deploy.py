@@ -28,7 +28,7 @@ from spile.fleet.home import (
 )
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
-from spile.fleet.provider import Life, NodeState, NotAllowed, Quota, QuotaLimit
+from spile.fleet.provider import NodeState, NotAllowed, Quota, QuotaLimit, Stage
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
@@ -79,12 +79,12 @@ def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | No
     if client is None:
         return
     project = client.project
-    held = partial(client.held, "cloudresourcemanager", f"projects/{project}", _CREATE_MACHINES)
+    held = partial(client.granted_permissions, "cloudresourcemanager", f"projects/{project}", _CREATE_MACHINES)
     grant = f"gcloud projects add-iam-policy-binding {project} --member=user:YOU --role=roles/tpu.admin"
     yield _check_permissions(project, "create and delete its TPU VMs", _CREATE_MACHINES, held, grant)
     if account is not None:
         act_as = ("iam.serviceAccounts.actAs",)
-        held = partial(client.held, "iam", f"projects/-/serviceAccounts/{account}", act_as)
+        held = partial(client.granted_permissions, "iam", f"projects/-/serviceAccounts/{account}", act_as)
         grant = f"gcloud iam service-accounts add-iam-policy-binding {account} --member=user:YOU"
         grant += " --role=roles/iam.serviceAccountUser"
         yield _check_permissions(account, "create machines that act as it", act_as, held, grant)
@@ -380,7 +380,7 @@ def prepare_bare_machines(provider: CloudTpu, fleet: FleetSpec, home: FleetHome)
     names, reports = {worker.name for worker in fleet.workers}, home.read_reports()
     bare = []
     for node in list_nodes(provider, fleet.zones):
-        if node.name not in names or not owns(fleet.name, node) or node.state.life is not Life.ALIVE:
+        if node.name not in names or not owns(fleet.name, node) or node.state.stage is not Stage.RUNNING:
             continue
         if node.metadata.get("spile-home") == home.folder.url:
             report = reports.get(node.name)

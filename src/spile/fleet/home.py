@@ -30,7 +30,7 @@ from pathlib import Path
 
 from spile.errors import CloudError, Damaged, SpecError, SpileError, UserError, untrusted
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
-from spile.fleet.manage import NodeResult, by_zone, slice_secret
+from spile.fleet.manage import NodeResult, for_each_zone, slice_secret
 from spile.fleet.provider import Node, Operation
 from spile.fleet.reconcile import Action
 from spile.fleet.spec import FleetSpec, History, Verdict, owns
@@ -42,7 +42,7 @@ from spile.spec.records import read_record
 
 FLEET = "fleet.json"
 STARTUP = "startup.sh"
-_MOST = 1 << 20
+_MAX_REPORT_BYTES = 1 << 20
 """The largest report that is read, in bytes. Real ones have a few thousand."""
 
 
@@ -66,7 +66,7 @@ class _Order:
     dollars: float | None = None
 
 
-class Numbered:
+class NumberedObjects:
     """Objects of a folder that differ by a number, such as ``lease/000007.json``."""
 
     def __init__(self, folder: Folder, prefix: str, suffix: str) -> None:
@@ -84,13 +84,13 @@ class Numbered:
         found = (self._shape.fullmatch(info.key) for info in self._folder.list(self._prefix))
         return sorted(int(each[1]) for each in found if each)
 
-    def forget(self, below: int, *, fence: Callable[[], bool] = lambda: True) -> None:
+    def remove_below(self, limit: int, *, fence: Callable[[], bool] = lambda: True) -> None:
         """Remove the objects with smaller numbers."""
 
         def is_ours(key: str) -> bool:
             return self._shape.fullmatch(key) is not None
 
-        old = [self.key(number) for number in self.numbers() if number < below]
+        old = [self.key(number) for number in self.numbers() if number < limit]
         Removal(self._folder.url, ours=is_ours, remove=self._folder.delete, fence=fence).in_order(old)
 
 
@@ -126,7 +126,7 @@ class FleetHome:
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._histories = Numbered(folder, "history/", ".json")
+        self._histories = NumberedObjects(folder, "history/", ".json")
         self._seen: dict[str, tuple[tuple[float, int, str | None], WorkerReport]] = {}
         self._log: list[str] = []
         self._log_number = 0
@@ -163,10 +163,10 @@ class FleetHome:
     def write_fleet(self, fleet: FleetSpec) -> None:
         """Store the specification, and record its sha256 on this computer."""
         data = fleet.to_json()
-        remember(self.folder.url, sha256(data))  # First, so that nothing has changed if this fails.
+        record_deployed(self.folder.url, sha256(data))  # First, so that nothing has changed if this fails.
         self.folder.put(FLEET, data)
 
-    def ordered(self, fleet: FleetSpec) -> FleetSpec:
+    def with_orders(self, fleet: FleetSpec) -> FleetSpec:
         """Return this specification with the orders that were given since the deploy."""
         order = self._order("budget", fleet)
         budget = fleet.policy.budget if order is None else order.dollars
@@ -197,7 +197,7 @@ class FleetHome:
 
     def _put_order(self, name: str, fleet: FleetSpec, dollars: float | None = None) -> None:
         moment = datetime.now(UTC).isoformat(timespec="seconds")
-        order = _Order(fleet.deployment, this_person(), moment, dollars)
+        order = _Order(fleet.deployment, user_at_host(), moment, dollars)
         self.folder.put(f"orders/{name}.json", json.dumps(asdict(order), indent=1).encode())
 
     def read_history(self) -> History:
@@ -231,7 +231,7 @@ class FleetHome:
         found: dict[str, WorkerReport] = {}
         for info in self.folder.list("workers/"):
             name = info.key[len("workers/") : -len(".json")]
-            if info.size > _MOST:
+            if info.size > _MAX_REPORT_BYTES:
                 continue
             mark = (info.updated, info.size, info.etag)
             known = self._seen.get(name)
@@ -267,7 +267,7 @@ def find_home(root: str, fleet: str | None = None) -> FleetHome | None:
 _CLOCK = "lease/clock"
 
 
-def this_person() -> str:
+def user_at_host() -> str:
     return f"{os.environ.get('USER', 'unknown')}@{socket.gethostname()}"
 
 
@@ -320,10 +320,10 @@ class Lease:
         owner: str | None = None,
     ) -> None:
         self._folder = folder
-        self._leases = Numbered(folder, "lease/", ".json")
+        self._leases = NumberedObjects(folder, "lease/", ".json")
         self._clock = clock or bucket_clock(folder)
         self._ttl = ttl
-        self._owner = owner or f"{this_person()}, process {os.getpid()}"
+        self._owner = owner or f"{user_at_host()}, process {os.getpid()}"
         self._token = secrets.token_hex(8)
         self.number = 0
         """The number of the lease that this monitor holds; 0 if it holds none."""
@@ -353,7 +353,7 @@ class Lease:
                 self.number = 0
                 return winner
         self.number, self._renewed = number, began
-        self._leases.forget(number - 8, fence=self.held)
+        self._leases.remove_below(number - 8, fence=self.held)
         return None
 
     def release(self) -> None:
@@ -387,7 +387,7 @@ class Lease:
         return None
 
 
-def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
+def refuse_if_monitored(nodes: Iterable[Node], fleet: str) -> None:
     """Refuse to delete machines of a fleet that is monitored: the monitor would create them again."""
     homes = sorted({home for node in nodes if (home := node.metadata.get("spile-home"))})
     for home in homes:
@@ -408,7 +408,7 @@ def refuse_monitored(nodes: Iterable[Node], fleet: str) -> None:
 
 PIN = "spile-sha256"
 """The key of the metadata entry with the sha256."""
-_PATIENCE = 10.0
+_METADATA_SECONDS = 10.0
 """Seconds to wait for the metadata server; the API has the value too."""
 REQUIREMENTS, REQUIREMENTS_CUDA = "requirements.txt", "requirements-cuda.txt"
 
@@ -450,13 +450,13 @@ def pin_machines(provider: CloudTpu, fleet: FleetSpec, home: str) -> list[NodeRe
                 )
         return failed
 
-    return by_zone(fleet.zones, zone_work)
+    return for_each_zone(fleet.zones, zone_work)
 
 
 def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     """Return the sha256 in this machine's metadata, from the metadata server or the API."""
     url = google_metadata_url(f"instance/attributes/{PIN}", os.environ)
-    pinned = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _PATIENCE) or ""
+    pinned = ask_metadata("GET", url, {"Metadata-Flavor": "Google"}, _METADATA_SECONDS) or ""
     if pinned == wanted or not zone:
         return pinned
     try:
@@ -470,7 +470,7 @@ class NotDeployed(UserError):
     """The bucket contains a deployment that is not known outside the bucket."""
 
 
-def _state() -> Folder:
+def _state_folder() -> Folder:
     base = os.environ.get("XDG_STATE_HOME")
     return open_folder(str((Path(base) if base else Path.home() / ".local" / "state") / "spile" / "deployed"))
 
@@ -479,21 +479,21 @@ def _state_key(home: str) -> str:
     return f"{sha256(home.encode())[:32]}.json"
 
 
-def remember(home: str, pin: str) -> None:
+def record_deployed(home: str, pin: str) -> None:
     """Record on this computer which deployment the fleet at ``home`` runs."""
-    _state().put(_state_key(home), json.dumps({"home": home, "sha256": pin}, indent=1).encode())
+    _state_folder().put(_state_key(home), json.dumps({"home": home, "sha256": pin}, indent=1).encode())
 
 
-def known_here(home: str) -> str:
+def recorded_deployment(home: str) -> str:
     """Return the sha256 that is recorded on this computer; empty if there is none."""
     try:
-        found = json.loads(_state().get(_state_key(home)))
+        found = json.loads(_state_folder().get(_state_key(home)))
         return str(found["sha256"]) if found["home"] == home else ""
     except (NotFound, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
-def remember_deployment(home: str, found: str, deployment: str) -> None:
+def accept_deployment(home: str, found: str, deployment: str) -> None:
     """Record the deployment that the user names, ``sha256:…``, if it is the one in the bucket."""
     wanted = deployment.strip().lower().removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", wanted):
@@ -506,7 +506,7 @@ def remember_deployment(home: str, found: str, deployment: str) -> None:
             found=f"sha256:{found}",
             fix="check who can write to the bucket, and deploy again",
         )
-    remember(home, wanted)
+    record_deployed(home, wanted)
 
 
 def check_pinned(provider: CloudTpu, home: str, fleet: FleetSpec, found: str) -> NotDeployed | None:
@@ -514,7 +514,7 @@ def check_pinned(provider: CloudTpu, home: str, fleet: FleetSpec, found: str) ->
 
     A value from a machine's metadata is recorded, so that an older ``fleet.json`` is not accepted later.
     """
-    known = known_here(home)
+    known = recorded_deployment(home)
     if known == found:
         return None
     for zone in fleet.possible_zones:
@@ -528,7 +528,7 @@ def check_pinned(provider: CloudTpu, home: str, fleet: FleetSpec, found: str) ->
             if each.metadata.get("spile-home") == home and owns(fleet.name, each)
         ]
         if found in pinned:
-            remember(home, found)
+            record_deployed(home, found)
             return None
     return NotDeployed(
         f"{home}/fleet.json was deployed neither from this computer nor to a machine of the fleet",

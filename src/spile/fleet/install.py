@@ -96,7 +96,7 @@ mkdir -p "$HOME/.local/bin"
 ln -sf "$HOME/.spile/venv/bin/spile" "$HOME/.local/bin/spile"
 for profile in "$HOME/.bash_profile" "$HOME/.bash_login" "$HOME/.profile"; do [ -f "$profile" ] && break; done
 grep -qs 'spile install' "$profile" || echo 'PATH="$HOME/.local/bin:$PATH"  # spile install' >> "$profile"
-# A shell that is no login shell (gcloud … --command) reads no profile: where one may, the whole machine gets it.
+# A shell that is not a login shell (gcloud … --command) reads no profile, so link it for all users if possible.
 if [ "$(id -u)" = 0 ] || sudo -n true 2> /dev/null; then
   as_root=sudo; [ "$(id -u)" != 0 ] || as_root=''
   [ -n "${SPILE_NO_SYSTEM_LINK:-}" ] || $as_root ln -sf "$HOME/.spile/venv/bin/spile" /usr/local/bin/spile || true

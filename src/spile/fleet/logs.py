@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 
 from spile.errors import SpecError, SpileError, UserError
-from spile.fleet.home import Numbered
+from spile.fleet.home import NumberedObjects
 from spile.fleet.provider import Node
 from spile.fleet.spec import owns, worker_of
 from spile.objects.folder import Folder, get_if_present
@@ -31,8 +31,8 @@ NO_LOG = 66
 """The exit code of the remote command if there is no log."""
 
 
-def _stored_log(folder: Folder, name: str) -> Numbered:
-    return Numbered(folder, f"logs/{name}/", ".log")
+def _stored_log(folder: Folder, name: str) -> NumberedObjects:
+    return NumberedObjects(folder, f"logs/{name}/", ".log")
 
 
 class WorkerLog:
@@ -78,7 +78,7 @@ class WorkerLog:
             if len(self._text) >= self._part:
                 self._text = self._stored = b""
                 self._number += 1
-                self._objects.forget(self._number - self._parts + 1)
+                self._objects.remove_below(self._number - self._parts + 1)
         except SpileError as error:  # The log is for people; the run continues without it.
             print(f"spile agent: {error}", flush=True)
 

@@ -15,7 +15,6 @@ from typing import Literal, TypeVar
 from spile.errors import CloudError, Interrupted, UserError
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.provider import (
-    Life,
     LostReply,
     Missing,
     NameTaken,
@@ -25,6 +24,7 @@ from spile.fleet.provider import (
     QueuedResource,
     QueuedState,
     Quota,
+    Stage,
     Unavailable,
 )
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns
@@ -34,9 +34,9 @@ Metadata = Callable[[str], Mapping[str, str]]
 """Returns the metadata of a new machine, given its name."""
 T = TypeVar("T")
 
-EVERY = 2.0
+POLL_SECONDS = 2.0
 """Seconds between two requests for the state of an operation."""
-_stop = threading.Event()
+_interrupted = threading.Event()
 """Set by Ctrl+C, so that waits in other threads end. Requests that were sent are still carried out."""
 
 
@@ -46,12 +46,12 @@ class NodeResult:
 
     name: str
     zone: str
-    what: Literal["created", "requested", "exists", "adopted", "deleted", "deleting", "failed", "skipped"]
+    outcome: Literal["created", "requested", "exists", "adopted", "deleted", "deleting", "failed", "skipped"]
     detail: str = ""
 
     @property
-    def bad(self) -> bool:
-        return self.what in ("failed", "skipped")
+    def failed(self) -> bool:
+        return self.outcome in ("failed", "skipped")
 
 
 def slice_secret() -> dict[str, str]:
@@ -94,28 +94,28 @@ def delete_machine(provider: CloudTpu, fleet: str, zone: str, name: str, queued:
     return provider.delete_queued(zone, queued)
 
 
-def from_zones(ask: Callable[[str], list[T]], zones: Sequence[str]) -> list[T]:
+def gather_zones(ask: Callable[[str], list[T]], zones: Sequence[str]) -> list[T]:
     """Return what ``ask`` returns for these zones, which are asked in parallel. The first error is raised."""
-    _stop.clear()
+    _interrupted.clear()
     with ThreadPoolExecutor(max(1, len(zones))) as pool:
         try:
             return [each for found in pool.map(ask, zones) for each in found]
         except KeyboardInterrupt:
-            _stop.set()
+            _interrupted.set()
             raise
 
 
 def list_nodes(provider: CloudTpu, zones: Sequence[str]) -> list[Node]:
-    return from_zones(provider.nodes, zones)
+    return gather_zones(provider.nodes, zones)
 
 
-def without_nodes(queued: Iterable[QueuedResource], nodes: Iterable[Node]) -> list[QueuedResource]:
+def queued_without_nodes(queued: Iterable[QueuedResource], nodes: Iterable[Node]) -> list[QueuedResource]:
     """Return the queued resources that have none of these nodes: they wait, or they are dead and hold quota."""
     named = {(node.zone, node.queued) for node in nodes}
     return [each for each in queued if (each.zone, each.name) not in named]
 
 
-def by_zone(
+def for_each_zone(
     zones: Iterable[str],
     work: Callable[[str], list[NodeResult]],
     report: Callable[[NodeResult], None] = lambda _: None,
@@ -131,10 +131,10 @@ def by_zone(
             report(result)
         return results
 
-    return from_zones(guarded, list(dict.fromkeys(zones)))
+    return gather_zones(guarded, list(dict.fromkeys(zones)))
 
 
-def settle(provider: CloudTpu, operation: Operation) -> Operation:
+def wait_for_operation(provider: CloudTpu, operation: Operation) -> Operation:
     while not operation.done:
         _pause()
         operation = provider.operation(operation.zone, operation.name)
@@ -143,7 +143,7 @@ def settle(provider: CloudTpu, operation: Operation) -> Operation:
 
 def _pause() -> None:
     """Wait between two requests. Ctrl+C in another thread ends the wait."""
-    if _stop.wait(EVERY):
+    if _interrupted.wait(POLL_SECONDS):
         raise Interrupted(
             "stopped waiting", fix="the cloud continues with these requests; check them with spile tpu status"
         )
@@ -166,26 +166,26 @@ def create(
         full = ""
         for worker in (worker for worker in fleet.workers if worker.zone == zone):
             if worker.name in existing:
-                results.append(_existing(fleet, existing[worker.name]))
+                results.append(_existing_result(fleet, existing[worker.name]))
             elif full:
                 results.append(NodeResult(worker.name, zone, "skipped", full))
             else:
                 try:
-                    asked.append((worker.name, _ask(provider, fleet, worker, metadata)))
+                    asked.append((worker.name, _request(provider, fleet, worker, metadata)))
                 except (CloudError, UserError) as error:
                     results.append(NodeResult(worker.name, zone, "failed", error.line()))
                     full = error.line() if isinstance(error, Quota) else ""
         for name, operation in asked:
             if wait and operation is not None:
-                results.append(_created(provider, fleet.name, zone, name, operation))
+                results.append(_wait_until_created(provider, fleet.name, zone, name, operation))
             else:
                 results.append(NodeResult(name, zone, "requested"))
         return results
 
-    return by_zone([worker.zone for worker in fleet.workers], zone_work, report)
+    return for_each_zone([worker.zone for worker in fleet.workers], zone_work, report)
 
 
-def _existing(fleet: FleetSpec, node: Node) -> NodeResult:
+def _existing_result(fleet: FleetSpec, node: Node) -> NodeResult:
     if not owns(fleet.name, node):
         taken = NameTaken(
             f"{node.name} in {node.zone} is not of fleet {fleet.name}",
@@ -193,13 +193,13 @@ def _existing(fleet: FleetSpec, node: Node) -> NodeResult:
             fix=f"take it over with --adopt {node.name}, or use other zones",
         )
         return NodeResult(node.name, node.zone, "failed", taken.line())
-    if node.state.life is Life.DEAD:
+    if node.state.stage is Stage.DEAD:
         detail = f"it is {node.state.value}; create it again with: spile tpu recreate-preempted"
         return NodeResult(node.name, node.zone, "failed", detail)
     return NodeResult(node.name, node.zone, "exists", node.state.value)
 
 
-def _ask(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadata) -> Operation | None:
+def _request(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadata) -> Operation | None:
     """Request a machine. Return None if the answer was lost and the machine exists."""
     try:
         return request_machine(provider, fleet, worker.id, worker.zone, worker.name, metadata)
@@ -210,10 +210,10 @@ def _ask(provider: CloudTpu, fleet: FleetSpec, worker: Worker, metadata: Metadat
         raise
 
 
-def _created(provider: CloudTpu, fleet: str, zone: str, name: str, operation: Operation) -> NodeResult:
+def _wait_until_created(provider: CloudTpu, fleet: str, zone: str, name: str, operation: Operation) -> NodeResult:
     """Wait for a machine; delete what a failed request leaves, because it holds quota."""
     try:
-        error = settle(provider, operation).error
+        error = wait_for_operation(provider, operation).error
     except (CloudError, UserError) as unknown:
         detail = f"its state is unknown; check it with spile tpu status: {unknown.line()}"
         return NodeResult(name, zone, "requested", detail)
@@ -222,7 +222,7 @@ def _created(provider: CloudTpu, fleet: str, zone: str, name: str, operation: Op
     left = ""
     try:
         node = provider.node(zone, name)
-        if owns(fleet, node) and node.state.life is not Life.LEAVING:
+        if owns(fleet, node) and node.state.stage is not Stage.ENDING:
             provider.delete_node(zone, name)
             left = " (what it left is being deleted)"
     except Missing:
@@ -236,7 +236,7 @@ def _label(provider: CloudTpu, fleet: str, node: Node, worker: int | None) -> No
     labels = {**node.labels, FLEET_LABEL: fleet}
     if worker is not None:
         labels[WORKER_LABEL] = str(worker)
-    settle(provider, provider.label_node(node.zone, node.name, labels))
+    wait_for_operation(provider, provider.label_node(node.zone, node.name, labels))
     return NodeResult(node.name, node.zone, "adopted", f"as worker {worker}" if worker is not None else "")
 
 
@@ -287,16 +287,16 @@ def delete(provider: CloudTpu, nodes: Sequence[Node], fleet: str, *, wait: bool 
                 results.append(NodeResult(node.name, zone, "deleted"))
             except (CloudError, UserError) as error:
                 results.append(NodeResult(node.name, zone, "failed", error.line()))
-        return [*results, *(_deleted(provider, node, operation, wait) for node, operation in asked)]
+        return [*results, *(_wait_until_deleted(provider, node, operation, wait) for node, operation in asked)]
 
-    return by_zone([node.zone for node in nodes], zone_work)
+    return for_each_zone([node.zone for node in nodes], zone_work)
 
 
-def _deleted(provider: CloudTpu, node: Node, operation: Operation, wait: bool) -> NodeResult:
+def _wait_until_deleted(provider: CloudTpu, node: Node, operation: Operation, wait: bool) -> NodeResult:
     if not wait:
         return NodeResult(node.name, node.zone, "deleting")
     try:
-        error = settle(provider, operation).error
+        error = wait_for_operation(provider, operation).error
     except (CloudError, UserError) as unknown:
         detail = f"requested, but its state is unknown; check it with spile tpu status: {unknown.line()}"
         return NodeResult(node.name, node.zone, "failed", detail)
@@ -305,7 +305,7 @@ def _deleted(provider: CloudTpu, node: Node, operation: Operation, wait: bool) -
 
 def recreate(provider: CloudTpu, nodes: Sequence[Node], fleet: str) -> list[NodeResult]:
     """Delete the dead machines of a fleet and create each again with its type, labels and startup script."""
-    dead = {(node.zone, node.name): node for node in nodes if owns(fleet, node) and node.state.life is Life.DEAD}
+    dead = {(node.zone, node.name): node for node in nodes if owns(fleet, node) and node.state.stage is Stage.DEAD}
     queued = {
         (zone, each.name): each
         for zone in sorted({node.zone for node in dead.values() if node.queued is not None})
@@ -315,7 +315,7 @@ def recreate(provider: CloudTpu, nodes: Sequence[Node], fleet: str) -> list[Node
 
     def zone_work(zone: str) -> list[NodeResult]:
         results: list[NodeResult] = []
-        for name in (result.name for result in deleted if result.zone == zone and not result.bad):
+        for name in (result.name for result in deleted if result.zone == zone and not result.failed):
             node = dead[zone, name]
             resource = queued.pop((zone, node.queued or ""), None)
             if node.queued is not None and resource is None:
@@ -323,13 +323,13 @@ def recreate(provider: CloudTpu, nodes: Sequence[Node], fleet: str) -> list[Node
                 continue
             try:
                 operation = _request_again(provider, node, resource)
-                results.append(_created(provider, fleet, zone, name, operation))
+                results.append(_wait_until_created(provider, fleet, zone, name, operation))
             except (CloudError, UserError) as error:
                 results.append(NodeResult(name, zone, "failed", error.line()))
         return results
 
-    failed = [result for result in deleted if result.bad]
-    return [*failed, *by_zone([result.zone for result in deleted if not result.bad], zone_work)]
+    failed = [result for result in deleted if result.failed]
+    return [*failed, *for_each_zone([result.zone for result in deleted if not result.failed], zone_work)]
 
 
 def _request_again(provider: CloudTpu, node: Node, queued: QueuedResource | None) -> Operation:
@@ -354,7 +354,7 @@ def queue(provider: CloudTpu, fleet: FleetSpec, prefix: str, count: int, name: s
         provider.create_queued(zone, name, request, count=count, prefix=prefix, best_effort=fleet.best_effort)
         return [NodeResult(name, zone, "requested", f"{count} nodes {prefix}-0 …")]
 
-    return by_zone(fleet.zones, zone_work)
+    return for_each_zone(fleet.zones, zone_work)
 
 
 def wait_for_queued(provider: CloudTpu, zone: str, name: str) -> QueuedResource:
@@ -382,10 +382,10 @@ def unqueue(provider: CloudTpu, zones: Sequence[str], name: str, fleet: str, *, 
             return [NodeResult(name, zone, "skipped", f"it is not of fleet {fleet}")]
         operation = provider.delete_queued(zone, name)
         if wait:
-            settle(provider, operation)
+            wait_for_operation(provider, operation)
         return [NodeResult(name, zone, "deleted" if wait else "deleting")]
 
-    return by_zone(zones, zone_work)
+    return for_each_zone(zones, zone_work)
 
 
 def slices_named(prefix: str, names: Iterable[str]) -> list[str]:
@@ -408,9 +408,9 @@ def hosts_of(nodes: Iterable[Node], prefix: str, *, internal_ip: bool = False, z
         raise UserError(
             f"no TPU VM named {prefix}, nor {prefix}-0, {prefix}-1, …",
             found=found,
-            fix="look at spile tpu list, or give --zone and --project",
+            fix="check the names with spile tpu list, or give --zone and --project",
         )
-    chosen = [_only(by_name[name], zone) for name in names]
+    chosen = [_in_one_zone(by_name[name], zone) for name in names]
     unready = [f"{node.name} is {node.state}" for node in chosen if node.state != NodeState.READY]
     if unready:
         raise CloudError(
@@ -419,7 +419,7 @@ def hosts_of(nodes: Iterable[Node], prefix: str, *, internal_ip: bool = False, z
     return [host for number, node in enumerate(chosen) for host in _hosts_of_node(node, number, internal_ip)]
 
 
-def _only(nodes: Sequence[Node], zone: str | None) -> Node:
+def _in_one_zone(nodes: Sequence[Node], zone: str | None) -> Node:
     here = [node for node in nodes if node.zone == zone] or list(nodes)
     if len(here) > 1:
         zones = ", ".join(sorted(node.zone for node in here))

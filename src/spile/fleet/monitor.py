@@ -25,21 +25,21 @@ from spile.fleet.home import (
     check_pinned,
     machine_metadata,
 )
-from spile.fleet.manage import Metadata, delete_machine, request_machine, without_nodes
-from spile.fleet.provider import Life, Missing, Node, NodeState, Operation, QueuedResource, Quota
+from spile.fleet.manage import Metadata, delete_machine, queued_without_nodes, request_machine
+from spile.fleet.provider import Missing, Node, NodeState, Operation, QueuedResource, Quota, Stage
 from spile.fleet.reconcile import (
     Action,
     WorkerCase,
-    begin,
+    copy_history,
     decide,
-    intend,
-    past_of,
+    history_of,
     reason_to_replace,
     record,
+    record_unanswered,
     update_history,
     worker_cases,
 )
-from spile.fleet.spec import FleetSpec, History, Observed, Pulse, Worker, WorkerHistory, owns
+from spile.fleet.spec import FleetSpec, History, Observed, Worker, WorkerHealth, WorkerHistory, owns
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
@@ -51,7 +51,7 @@ Out = TypeVar("Out")
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundResult:
     """The result of one round."""
 
     observed: Observed
@@ -76,7 +76,7 @@ def _zone_nodes(fleet: FleetSpec, provider: CloudTpu, zone: str) -> list[Node]:
     nodes = provider.nodes(zone)
     if not fleet.queued:
         return nodes
-    return [*nodes, *(_node_of(each) for each in without_nodes(provider.queued(zone), nodes))]
+    return [*nodes, *(_node_of(each) for each in queued_without_nodes(provider.queued(zone), nodes))]
 
 
 def _node_of(queued: QueuedResource) -> Node:
@@ -92,11 +92,11 @@ def _node_of(queued: QueuedResource) -> Node:
     )
 
 
-def look(
+def observe(
     fleet: FleetSpec,
     provider: CloudTpu,
     history: History,
-    pulses: Mapping[int, Pulse],
+    health: Mapping[int, WorkerHealth],
     pool: Executor | None = None,
 ) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
@@ -111,11 +111,11 @@ def look(
         nodes=tuple(node for nodes in found.values() if isinstance(nodes, list) for node in nodes),
         unanswered={zone: error for zone, error in found.items() if isinstance(error, SpileError)},
         operations={each.name: each for each in asked if isinstance(each, Operation)},
-        pulses=pulses,
+        health=health,
     )
 
 
-def act(
+def perform(
     fleet: FleetSpec,
     provider: CloudTpu,
     actions: Iterable[Action],
@@ -136,7 +136,7 @@ def act(
                 break
             if full and action.verb == "create":
                 continue
-            performed = _attempt(_perform, fleet, provider, action, metadata)
+            performed = _attempt(_perform_one, fleet, provider, action, metadata)
             operation = performed if isinstance(performed, Operation) else Operation(error=performed)
             full = full or isinstance(operation.error, Quota)
             done.append((action, operation))
@@ -145,7 +145,7 @@ def act(
     return tuple(pair for done in _each(pool, one_zone, zones.values()) for pair in done)
 
 
-def _perform(fleet: FleetSpec, provider: CloudTpu, action: Action, metadata: Metadata) -> Operation:
+def _perform_one(fleet: FleetSpec, provider: CloudTpu, action: Action, metadata: Metadata) -> Operation:
     zone, name = action.zone, action.name
     if action.verb == "create":
         return request_machine(provider, fleet, action.worker, zone, name, metadata)
@@ -157,35 +157,35 @@ def _perform(fleet: FleetSpec, provider: CloudTpu, action: Action, metadata: Met
     return Operation()
 
 
-def tick(
+def run_round(
     fleet: FleetSpec,
     provider: CloudTpu,
     history: History,
-    pulses: Mapping[int, Pulse],
+    health: Mapping[int, WorkerHealth],
     *,
     clock: Callable[[], float],
     held: Callable[[], bool],
     metadata: Metadata,
     save: Callable[[History], None],
-    making: bool = True,
+    may_create: bool = True,
     pool: Executor | None = None,
-) -> Round:
+) -> RoundResult:
     """Run one round: observe, decide and act. Without the lease it only observes.
 
-    Requests are stored in the history before they are sent. If ``making`` is False, no machine is created.
+    Requests are stored in the history before they are sent. If ``may_create`` is False, no machine is created.
     """
-    observed = look(fleet, provider, history, pulses, pool)
+    observed = observe(fleet, provider, history, health, pool)
     history = update_history(fleet, observed, history, clock())
     if not held():
-        return Round(observed, history)
-    actions = [each for each in decide(fleet, observed, history, clock()) if making or each.verb != "create"]
+        return RoundResult(observed, history)
+    actions = [each for each in decide(fleet, observed, history, clock()) if may_create or each.verb != "create"]
     if any(action.verb == "create" for action in actions):
-        save(intend(fleet, history, actions, clock()))
-    done = act(fleet, provider, actions, metadata, held, pool)
+        save(record_unanswered(fleet, history, actions, clock()))
+    done = perform(fleet, provider, actions, metadata, held, pool)
     history = record(fleet, history, done, clock())
     if held():
         save(history)
-    return Round(observed, history, done)
+    return RoundResult(observed, history, done)
 
 
 def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[str, StreamView]:
@@ -209,10 +209,10 @@ def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[s
 _SUMS = ("samples", "shards", "committed", "tokens", "bytes", "retries")
 
 
-def pulses_of(
+def worker_health(
     fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot, owners: Mapping[int, Holding]
-) -> dict[int, Pulse]:
-    """Return the last sign of life of each worker: its agent's report or its own heartbeat, whichever is newer."""
+) -> dict[int, WorkerHealth]:
+    """Return the health of each worker: from its agent's report or its own heartbeat, whichever is newer."""
     views = views_by_worker(snapshot, owners)
     found = {}
     for worker in fleet.workers:
@@ -227,7 +227,9 @@ def pulses_of(
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
         error = report.error or (view and view.last_error) or ""
         progress = max(steps, default=None)
-        found[worker.id] = Pulse(beat, phase, report.verdict, report.updated, error, progress, crash_loop(report))
+        found[worker.id] = WorkerHealth(
+            beat, phase, report.verdict, report.updated, error, progress, crash_loop(report)
+        )
     return found
 
 
@@ -243,7 +245,7 @@ def worker_problems(fleet: FleetSpec, reports: Mapping[str, WorkerReport], histo
     """Yield a line for each worker that does not work, from the reports of this deployment and the stored history."""
     for worker in fleet.workers:
         report = reports.get(worker.name)
-        past = past_of(history if history.deployment == fleet.deployment else History(), worker)
+        past = history_of(history if history.deployment == fleet.deployment else History(), worker)
         if report is None and not past.finished:
             why = past.gave_up or past.note or past.lost
             yield f"{worker.name} has not reported" + (f": {why}" if why else "")
@@ -264,7 +266,7 @@ class WorkerStatus:
     past: WorkerHistory
     healthy: bool
     """READY with a fresh heartbeat, or finished."""
-    sick: bool
+    failing: bool
     """Whether its machine has to be replaced, or its worker keeps crashing."""
     note: str
 
@@ -275,7 +277,7 @@ class WorkerStatus:
     @property
     def needs_recovery(self) -> bool:
         """Whether it is not finished and its machine is dead, gone, silent or its worker keeps crashing."""
-        return self.sick and not self.past.finished
+        return self.failing and not self.past.finished
 
 
 _COUNTS = ("samples", "shards", "committed")
@@ -379,19 +381,19 @@ class FleetMonitor:
         pool: Executor | None = None,
         policy: Mapping[str, Any] | None = None,
         watch_only: bool = False,
-        makes: bool = True,
+        may_create: bool = True,
         owner: str | None = None,
     ) -> None:
         """Open the fleet. ``policy`` has the fields of the fleet's policy that this monitor changes.
 
-        If ``makes`` is False no machine is created, so the deployment need not be known outside of the bucket.
+        If ``may_create`` is False no machine is created, so the deployment need not be known outside of the bucket.
         """
         self._home, self._provider, self._pool, self._policy = home, provider, pool, policy or {}
         self._clock = clock or (time.time if watch_only else bucket_clock(home.folder))
-        self._watch_only, self._makes = watch_only, makes and not watch_only
+        self._watch_only, self._may_create = watch_only, may_create and not watch_only
         self._deployed: FleetSpec
         self._pin = ""
-        self._foreign: UserError | None = None
+        self._unknown_deployment: UserError | None = None
         self.fleet = self._read_fleet()
         ttl = 4 * self.fleet.policy.interval + 30.0
         self.lease = Lease(home.folder, clock=self._clock, ttl=ttl, owner=owner)
@@ -412,24 +414,24 @@ class FleetMonitor:
             folder, self._root = open_folder(self.fleet.root), self.fleet.root
             self._readers = SnapshotReader(folder, self._clock), ClaimReader(folder)
         snapshot, owners = self._readers[0].take(), self._readers[1].owners()
-        pulses = pulses_of(self.fleet, self._home.read_reports(), snapshot, owners)
-        done = tick(
+        health = worker_health(self.fleet, self._home.read_reports(), snapshot, owners)
+        done = run_round(
             self.fleet,
             self._provider,
             self._history,
-            pulses,
+            health,
             clock=self._clock,
             held=self.lease.held,
             metadata=partial(machine_metadata, self._home.folder.url, self._pin),
             save=lambda history: self._home.write_history(history, number),
-            making=self._makes and self._foreign is None,
+            may_create=self._may_create and self._unknown_deployment is None,
             pool=self._pool,
         )
         before, self._history = self._history, done.history
         lines = self._home.log(done.done, number, self._clock()) if number else []
         if number and self.fleet.notify:
-            news = list(events_between(self.fleet, begin(self.fleet, before), done.history))
-            lines += send(self.fleet, news, self._clock())
+            news = list(events_between(self.fleet, copy_history(self.fleet, before), done.history))
+            lines += call_webhooks(self.fleet, news, self._clock())
         return self._status(done, snapshot, owners, tuple(lines), holder)
 
     def _read_fleet(self) -> FleetSpec:
@@ -439,19 +441,19 @@ class FleetMonitor:
         machine is created.
         """
         fleet, pin = self._home.read_pinned()
-        self._foreign = None
-        if pin != self._pin and self._makes:
-            self._foreign = check_pinned(self._provider, self._home.folder.url, fleet, pin)
-        if self._foreign is None:
+        self._unknown_deployment = None
+        if pin != self._pin and self._may_create:
+            self._unknown_deployment = check_pinned(self._provider, self._home.folder.url, fleet, pin)
+        if self._unknown_deployment is None:
             self._deployed, self._pin = fleet, pin
         elif not self._pin:
-            raise self._foreign
-        ordered = self._home.ordered(self._deployed)
+            raise self._unknown_deployment
+        ordered = self._home.with_orders(self._deployed)
         return replace(ordered, policy=replace(ordered.policy, **self._policy))
 
     def _status(
         self,
-        done: Round,
+        done: RoundResult,
         snapshot: Snapshot,
         owners: Mapping[int, Holding],
         lines: tuple[str, ...],
@@ -460,7 +462,7 @@ class FleetMonitor:
         own, now = done.observed.own, self._clock()
         cases = list(worker_cases(self.fleet, done.observed, done.history, now))
         # The last rate of a deleted machine does not count towards the rate of the fleet.
-        idle = {case.worker.name for case in cases if not any(node.state.life is Life.ALIVE for node in case.nodes)}
+        idle = {case.worker.name for case in cases if not any(node.state.stage is Stage.RUNNING for node in case.nodes)}
         streams = tuple(
             replace(each, tokens_per_second=0.0, seconds_left=None)
             if each.number in owners and owners[each.number].worker in idle and each.state is not State.DONE
@@ -469,7 +471,7 @@ class FleetMonitor:
         )
         snapshot = replace(snapshot, streams=streams)
         views = views_by_worker(snapshot, owners)
-        problems = (self._foreign, *done.observed.unanswered.values())
+        problems = (self._unknown_deployment, *done.observed.unanswered.values())
         return FleetStatus(
             fleet=self.fleet,
             snapshot=snapshot,
@@ -491,14 +493,14 @@ class FleetMonitor:
 def _worker_status(case: WorkerCase, view: StreamView | None) -> WorkerStatus:
     past, worker = case.past, case.worker
     view = view or StreamView(worker.id, worker.name, State.WAITING)
-    node = min(case.nodes, key=lambda node: (node.state.life is not Life.ALIVE, node.created), default=None)
+    node = min(case.nodes, key=lambda node: (node.state.stage is not Stage.RUNNING, node.created), default=None)
     if node is None:  # The state is not known if the zone did not answer.
         state = NodeState.UNKNOWN if case.silent_zones else NodeState.NOT_FOUND
         return WorkerStatus(worker, past.zone, state, view, past, past.finished, True, _note(case, None))
-    heard = node.state.life is Life.ALIVE and case.beat(node) is not None
-    sick = bool(case.pulse.crash_loop or reason_to_replace(case, node)) or node.state.life is Life.LEAVING
-    healthy = past.finished or (heard and not sick)
-    return WorkerStatus(worker, node.zone, node.state, view, past, healthy, sick, _note(case, node))
+    heard = node.state.stage is Stage.RUNNING and case.heartbeat(node) is not None
+    failing = bool(case.health.crash_loop or reason_to_replace(case, node)) or node.state.stage is Stage.ENDING
+    healthy = past.finished or (heard and not failing)
+    return WorkerStatus(worker, node.zone, node.state, view, past, healthy, failing, _note(case, node))
 
 
 def _note(case: WorkerCase, node: Node | None) -> str:
@@ -511,11 +513,11 @@ def _note(case: WorkerCase, node: Node | None) -> str:
             return f"{min(case.silent_zones)} does not answer"
         block = case.history.blocks.get(past.zone)
         return block.why if block is not None else past.note or before
-    if node.state.life is Life.ALIVE and case.pulse.crash_loop and not past.finished:
-        return case.pulse.crash_loop
-    if node.state.life is Life.ALIVE and case.beat(node) is None and not past.finished:
+    if node.state.stage is Stage.RUNNING and case.health.crash_loop and not past.finished:
+        return case.health.crash_loop
+    if node.state.stage is Stage.RUNNING and case.heartbeat(node) is None and not past.finished:
         since = duration(max(0.0, case.now - node.created))
-        heard = f"booted {since} ago, no report yet (replaced after {duration(case.policy.slow_patience)})"
+        heard = f"booted {since} ago, no report yet (replaced after {duration(case.policy.slow_heartbeat_limit)})"
         return "; ".join(part for part in (heard, before) if part)
     return past.note or before
 
@@ -527,10 +529,10 @@ def _refusal(observed: Observed) -> UserError | None:
 
 Kind = Literal["given up", "budget", "stopped", "finished", "silent", "no machine"]
 Event = tuple[Kind, str]
-_SECONDS = 10.0
+_WEBHOOK_SECONDS = 10.0
 
 
-def check_url(url: str) -> str:
+def check_webhook(url: str) -> str:
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise SpecError("--notify", expected="https://…", found=repr(url))
     return url
@@ -539,7 +541,7 @@ def check_url(url: str) -> str:
 def events_between(fleet: FleetSpec, before: History, after: History) -> Iterator[Event]:
     """Return the events between two histories. Each event is reported once, also if the monitor changes."""
     for worker in fleet.workers:
-        old, new = past_of(before, worker), past_of(after, worker)
+        old, new = history_of(before, worker), history_of(after, worker)
         if new.gave_up and not old.gave_up:
             yield "given up", f"{worker.name} is given up: {new.gave_up}"
         if new.alarmed and not old.alarmed:
@@ -552,17 +554,17 @@ def events_between(fleet: FleetSpec, before: History, after: History) -> Iterato
             yield "silent", f"{worker.name} is silent and is replaced: {new.lost}"
     if after.stopped and not before.stopped:
         yield ("stopped" if fleet.policy.stop else "budget"), after.stopped
-    if _done(fleet, after) and not _done(fleet, before):
+    if _all_finished(fleet, after) and not _all_finished(fleet, before):
         yield "finished", f"all {len(fleet.workers)} workers are done; ${after.dollars:.2f} spent"
 
 
-def _done(fleet: FleetSpec, history: History) -> bool:
-    return history.deployment == fleet.deployment and all(past_of(history, each).finished for each in fleet.workers)
+def _all_finished(fleet: FleetSpec, history: History) -> bool:
+    return history.deployment == fleet.deployment and all(history_of(history, each).finished for each in fleet.workers)
 
 
-def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
+def call_webhooks(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
     """Call every webhook; return a line for each call that failed."""
-    troubles = []
+    failures = []
     for kind, text in events:
         moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds")
         line = f"spile fleet {fleet.name}: {text}"[:2000]
@@ -570,8 +572,8 @@ def send(fleet: FleetSpec, events: Sequence[Event], now: float) -> list[str]:
         for url in fleet.notify:
             slack = urlsplit(url).hostname == "hooks.slack.com"
             try:
-                reply = requests.post(url, json={"text": line} if slack else whole, timeout=_SECONDS)
+                reply = requests.post(url, json={"text": line} if slack else whole, timeout=_WEBHOOK_SECONDS)
                 reply.raise_for_status()
             except (OSError, ValueError) as error:
-                troubles.append(f"could not notify {urlsplit(url).hostname}: {error}")
-    return troubles
+                failures.append(f"could not notify {urlsplit(url).hostname}: {error}")
+    return failures

@@ -26,18 +26,18 @@ from typing import Any, Self, cast
 from spile.errors import CloudError, SpileError, UserError
 
 
-class Life(Enum):
-    """What has to be done with a machine in a state."""
+class Stage(Enum):
+    """The stage of a machine's life, and what has to be done with the machine."""
 
     ABSENT = "there is no machine: create one"
-    COMING = "it is starting: wait"
-    ALIVE = "it runs: watch its heartbeat"
-    LEAVING = "it is being deleted: wait until it is gone"
+    STARTING = "it is starting: wait"
+    RUNNING = "it runs: watch its heartbeat"
+    ENDING = "it is being deleted: wait until it is gone"
     DEAD = "it will never work again: delete it"
 
 
 class _ApiState(StrEnum):
-    """A state in the API's spelling, the life or state that it stands for, and its meaning."""
+    """A state in the API's spelling, the stage or state that it stands for, and its meaning."""
 
     stands_for: Any
     meaning: str
@@ -55,29 +55,29 @@ class _ApiState(StrEnum):
 
 
 class NodeState(_ApiState):
-    """The state of a TPU VM, with its life and its meaning."""
+    """The state of a TPU VM, with its stage and its meaning."""
 
     @property
-    def life(self) -> Life:
-        return cast("Life", self.stands_for)
+    def stage(self) -> Stage:
+        return cast("Stage", self.stands_for)
 
-    UNKNOWN = ("STATE_UNSPECIFIED", Life.COMING, "the API does not say; look again later")
-    CREATING = ("CREATING", Life.COMING, "capacity is being found and the VM booted")
-    READY = ("READY", Life.ALIVE, "the VM runs; the heartbeat shows whether the worker runs")
-    RESTARTING = ("RESTARTING", Life.COMING, "the VM reboots; the worker resumes at boot")
-    REIMAGING = ("REIMAGING", Life.COMING, "the VM gets a new disk image")
-    DELETING = ("DELETING", Life.LEAVING, "it is being deleted; it holds quota until it is gone")
-    REPAIRING = ("REPAIRING", Life.COMING, "the host is under maintenance and comes back")
-    STOPPED = ("STOPPED", Life.DEAD, "it was stopped; spot VMs cannot be started again")
-    STOPPING = ("STOPPING", Life.LEAVING, "it is being stopped")
-    STARTING = ("STARTING", Life.COMING, "a stopped VM boots again")
-    PREEMPTED = ("PREEMPTED", Life.DEAD, "the cloud took it back; it holds quota until deleted")
-    TERMINATED = ("TERMINATED", Life.DEAD, "it ended: maintenance, 24 hours of preemptible life, or an error")
-    HIDING = ("HIDING", Life.LEAVING, "its project is being suspended")
-    HIDDEN = ("HIDDEN", Life.DEAD, "its project is suspended")
-    UNHIDING = ("UNHIDING", Life.COMING, "its project comes back")
-    NOT_FOUND = ("NOT_FOUND", Life.ABSENT, "there is no such machine")
-    QUEUED = ("QUEUED", Life.COMING, "a queued resource waits for capacity; no VM yet")
+    UNKNOWN = ("STATE_UNSPECIFIED", Stage.STARTING, "the API does not say; check again later")
+    CREATING = ("CREATING", Stage.STARTING, "capacity is being found and the VM booted")
+    READY = ("READY", Stage.RUNNING, "the VM runs; the heartbeat shows whether the worker runs")
+    RESTARTING = ("RESTARTING", Stage.STARTING, "the VM reboots; the worker resumes at boot")
+    REIMAGING = ("REIMAGING", Stage.STARTING, "the VM gets a new disk image")
+    DELETING = ("DELETING", Stage.ENDING, "it is being deleted; it holds quota until it is gone")
+    REPAIRING = ("REPAIRING", Stage.STARTING, "the host is under maintenance and comes back")
+    STOPPED = ("STOPPED", Stage.DEAD, "it was stopped; spot VMs cannot be started again")
+    STOPPING = ("STOPPING", Stage.ENDING, "it is being stopped")
+    STARTING = ("STARTING", Stage.STARTING, "a stopped VM boots again")
+    PREEMPTED = ("PREEMPTED", Stage.DEAD, "the cloud took it back; it holds quota until deleted")
+    TERMINATED = ("TERMINATED", Stage.DEAD, "it ended: maintenance, 24 hours of preemptible life, or an error")
+    HIDING = ("HIDING", Stage.ENDING, "its project is being suspended")
+    HIDDEN = ("HIDDEN", Stage.DEAD, "its project is suspended")
+    UNHIDING = ("UNHIDING", Stage.STARTING, "its project comes back")
+    NOT_FOUND = ("NOT_FOUND", Stage.ABSENT, "there is no such machine")
+    QUEUED = ("QUEUED", Stage.STARTING, "a queued resource waits for capacity; no VM yet")
 
 
 class QueuedState(_ApiState):
@@ -87,7 +87,7 @@ class QueuedState(_ApiState):
     def node(self) -> NodeState:
         return cast("NodeState", self.stands_for)
 
-    UNKNOWN = ("STATE_UNSPECIFIED", NodeState.QUEUED, "the API does not say; look again later")
+    UNKNOWN = ("STATE_UNSPECIFIED", NodeState.QUEUED, "the API does not say; check again later")
     CREATING = ("CREATING", NodeState.QUEUED, "the request is being registered")
     ACCEPTED = ("ACCEPTED", NodeState.QUEUED, "it passed the first checks and stands in the queue")
     WAITING_FOR_RESOURCES = ("WAITING_FOR_RESOURCES", NodeState.QUEUED, "it passed all checks and waits for capacity")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spile.errors import SpileError
-from spile.fleet.provider import Life, LostReply, Missing, Node, NodeState, Operation, Quota, Stockout, Unavailable
+from spile.fleet.provider import LostReply, Missing, Node, NodeState, Operation, Quota, Stage, Stockout, Unavailable
 from spile.fleet.spec import (
     Bill,
     FleetSpec,
@@ -19,9 +19,9 @@ from spile.fleet.spec import (
     Observed,
     Pending,
     Policy,
-    Pulse,
     Verdict,
     Worker,
+    WorkerHealth,
     WorkerHistory,
     ZoneBlock,
     dollars_per_hour,
@@ -30,7 +30,7 @@ from spile.fleet.spec import (
 _NEVER_HEARD = (
     "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
 )
-_BILLED = frozenset({Life.ALIVE, Life.COMING})
+_BILLED = frozenset({Stage.RUNNING, Stage.STARTING})
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class WorkerCase:
 
     @property
     def past(self) -> WorkerHistory:
-        return past_of(self.history, self.worker)
+        return history_of(self.history, self.worker)
 
     @property
     def policy(self) -> Policy:
@@ -56,8 +56,8 @@ class WorkerCase:
         return self.observed.own.get(self.worker.id, [])
 
     @property
-    def pulse(self) -> Pulse:
-        return self.observed.pulse(self.worker.id)
+    def health(self) -> WorkerHealth:
+        return self.observed.health_of(self.worker.id)
 
     @property
     def full_zones(self) -> set[str]:
@@ -69,17 +69,17 @@ class WorkerCase:
         """The zones that may contain a machine of the worker and did not answer."""
         return self.observed.unanswered.keys() & self.past.zones
 
-    def beat(self, node: Node) -> float | None:
+    def heartbeat(self, node: Node) -> float | None:
         """Return the time of its heartbeat if it came from this machine and not from an earlier one."""
-        beat = self.pulse.beat
+        beat = self.health.heartbeat
         return beat if beat is not None and beat > node.created else None
 
     def verdict(self, node: Node) -> Verdict:
         """Return its agent's verdict if it came from this machine."""
-        return self.pulse.verdict if self.pulse.reported > node.created else ""
+        return self.health.verdict if self.health.reported > node.created else ""
 
     def retry_time(self, attempt: int) -> float:
-        return self.now + delay(self.policy, self.worker.id, attempt)
+        return self.now + retry_delay(self.policy, self.worker.id, attempt)
 
 
 def worker_cases(fleet: FleetSpec, observed: Observed, history: History, now: float) -> Iterator[WorkerCase]:
@@ -87,13 +87,13 @@ def worker_cases(fleet: FleetSpec, observed: Observed, history: History, now: fl
         yield WorkerCase(fleet, worker, observed, history, now)
 
 
-def past_of(history: History, worker: Worker) -> WorkerHistory:
+def history_of(history: History, worker: Worker) -> WorkerHistory:
     return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
 
 
-def begin(fleet: FleetSpec, history: History) -> History:
+def copy_history(fleet: FleetSpec, history: History) -> History:
     """Return a copy of the history. If the deployment is new, costs continue and verdicts are forgotten."""
-    workers = {worker.id: replace(past_of(history, worker)) for worker in fleet.workers}
+    workers = {worker.id: replace(history_of(history, worker)) for worker in fleet.workers}
     copy = replace(history, workers=workers, blocks=dict(history.blocks), bills=dict(history.bills))
     if history.deployment != fleet.deployment:
         for past in workers.values():
@@ -105,12 +105,12 @@ def begin(fleet: FleetSpec, history: History) -> History:
 
 
 def update_history(fleet: FleetSpec, observed: Observed, history: History, now: float) -> History:
-    history = begin(fleet, history)
+    history = copy_history(fleet, history)
     history.blocks = {zone: block for zone, block in history.blocks.items() if now < block.until}
     for case in worker_cases(fleet, observed, history, now):
         past, name = case.past, case.worker.name
         _check_pending(case)
-        _take_verdict(case)
+        _record_verdict(case)
         if not past.finished and not history.stopped:
             _count_deaths(case)
         missing = not (case.nodes or past.finished or past.gave_up or history.stopped)
@@ -121,11 +121,11 @@ def update_history(fleet: FleetSpec, observed: Observed, history: History, now: 
         past.used = tuple(sorted({*case.silent_zones, *(node.zone for node in case.nodes)}))
     _update_bills(observed, history, now)
     # Computed in every round, so that the fleet continues if the budget is raised.
-    history.stopped = fleet.policy.stop or _spent(fleet.policy.budget, history.dollars)
+    history.stopped = fleet.policy.stop or _budget_spent(fleet.policy.budget, history.dollars)
     return history
 
 
-def _spent(budget: float | None, dollars: float) -> str:
+def _budget_spent(budget: float | None, dollars: float) -> str:
     return f"the budget of ${budget:.2f} is spent (${dollars:.2f})" if budget is not None and dollars >= budget else ""
 
 
@@ -138,7 +138,7 @@ def _check_pending(case: WorkerCase) -> None:
     operation = observed.operations.get(pending.operation or "")
     done = operation is not None and operation.done
     if operation is not None and done and operation.error is not None:
-        _fail(case, pending, operation.error)
+        _record_failure(case, pending, operation.error)
         return
     here = [node for node in case.nodes if node.zone == pending.zone]
     waited = case.now - pending.since
@@ -158,7 +158,7 @@ def _check_pending(case: WorkerCase) -> None:
         past.pending = None
 
 
-def _fail(case: WorkerCase, pending: Pending, error: SpileError) -> None:
+def _record_failure(case: WorkerCase, pending: Pending, error: SpileError) -> None:
     """Note a request that the cloud refused, and the block of the zone if it has no quota."""
     fleet, policy, past = case.fleet, case.policy, case.past
     past.pending, past.note = None, error.line()
@@ -177,55 +177,55 @@ def _fail(case: WorkerCase, pending: Pending, error: SpileError) -> None:
                 past.zone, past.failures = zone, 0
 
 
-def _take_verdict(case: WorkerCase) -> None:
-    pulse, past = case.pulse, case.past
-    if pulse.verdict == "finished" and not past.finished:
+def _record_verdict(case: WorkerCase) -> None:
+    health, past = case.health, case.past
+    if health.verdict == "finished" and not past.finished:
         past.finished, past.note, past.retry_at = True, "finished", 0.0
-    elif pulse.verdict == "refused" and not past.gave_up:
-        past.gave_up = f"its worker refused its task: {_tail(pulse.error)}"
+    elif health.verdict == "refused" and not past.gave_up:
+        past.gave_up = f"its worker refused its task: {_tail(health.error)}"
 
 
 def _count_deaths(case: WorkerCase) -> None:
     """Count the end of each machine once, and remember which one is alive."""
     past = case.past
-    coming = any(node.state.life is Life.COMING for node in case.nodes)
+    coming = any(node.state.stage is Stage.STARTING for node in case.nodes)
     past.coming = (past.coming or case.now) if coming else 0.0
     for node in case.nodes:
-        if node.uid == past.last_dead or node.state.life is Life.LEAVING:
+        if node.uid == past.last_dead or node.state.stage is Stage.ENDING:
             continue
         reason = reason_to_replace(case, node)
         if reason:
             _count_death(case, node, reason)
-        elif node.state.life is Life.ALIVE:
+        elif node.state.stage is Stage.RUNNING:
             past.alive, past.since = node.uid, node.created
-            if case.beat(node) is not None:
+            if case.heartbeat(node) is not None:
                 past.never_heard = 0
-    vanished = past.alive and not case.nodes and past.alive != past.last_dead
-    if vanished and not case.silent_zones:
+    disappeared = past.alive and not case.nodes and past.alive != past.last_dead
+    if disappeared and not case.silent_zones:
         gone = Node(case.worker.name, past.zone, NodeState.NOT_FOUND, uid=past.alive, created=past.since)
-        _count_death(case, gone, "it vanished")
+        _count_death(case, gone, "it disappeared")
 
 
 def _count_death(case: WorkerCase, node: Node, reason: str) -> None:
-    policy, past, life = case.policy, case.past, node.state.life
+    policy, past, stage = case.policy, case.past, node.state.stage
     past.last_dead, past.lost = node.uid, reason
     past.early_deaths = past.early_deaths + 1 if case.now - node.created < policy.early_death else 0
     if past.early_deaths > 1:
         past.retry_at = max(past.retry_at, case.retry_time(past.early_deaths))
-    verdict = case.verdict(node) if life is Life.ALIVE else ""
-    if life in (Life.DEAD, Life.ABSENT):
+    verdict = case.verdict(node) if stage is Stage.RUNNING else ""
+    if stage in (Stage.DEAD, Stage.ABSENT):
         past.preemptions += 1
     elif verdict == "crashed":
         past.crashes += 1
         past.retry_at = case.retry_time(past.crashes)
         if past.crashes >= policy.max_crashes:
-            past.gave_up = f"its worker crashed on {past.crashes} machines: {_tail(case.pulse.error)}"
+            past.gave_up = f"its worker crashed on {past.crashes} machines: {_tail(case.health.error)}"
     elif verdict != "refused":
         past.silences += 1
-        if life is Life.ALIVE and case.beat(node) is None:
+        if stage is Stage.RUNNING and case.heartbeat(node) is None:
             past.never_heard += 1
             if past.never_heard >= policy.max_never_heard:
-                past.gave_up = f"{past.never_heard} machines in a row gave no sign of life: {_NEVER_HEARD}"
+                past.gave_up = f"{past.never_heard} machines in a row never reported: {_NEVER_HEARD}"
 
 
 def _tail(text: str) -> str:
@@ -237,25 +237,25 @@ def _update_bills(observed: Observed, history: History, now: float) -> None:
     listed = {node.uid for nodes in observed.own.values() for node in nodes}
     for worker, nodes in observed.own.items():
         for node in nodes:
-            if node.state.life in _BILLED and node.state is not NodeState.QUEUED:
+            if node.state.stage in _BILLED and node.state is not NodeState.QUEUED:
                 started = bills[node.uid].started if node.uid in bills else min(node.created or now, now)
                 price = dollars_per_hour(node.accelerator_type, node.preemptible)
                 bills[node.uid] = Bill(worker, node.zone, started, now, price)
     for uid, bill in list(bills.items()):
         if uid not in listed and bill.zone not in observed.unanswered:
-            history.settled += _final(bills.pop(uid), observed, now).dollars
+            history.settled += _final_bill(bills.pop(uid), observed, now).dollars
             history.blocks.pop(bill.zone, None)
 
 
-def _final(bill: Bill, observed: Observed, now: float) -> Bill:
+def _final_bill(bill: Bill, observed: Observed, now: float) -> Bill:
     """Extend the bill of a machine that disappeared between two rounds to its worker's last report."""
-    pulse = observed.pulse(bill.worker)
-    last = max(pulse.beat or 0.0, pulse.reported)
+    health = observed.health_of(bill.worker)
+    last = max(health.heartbeat or 0.0, health.reported)
     alone = not observed.own.get(bill.worker)
     return replace(bill, seen=max(bill.seen, last)) if alone and last <= now else bill
 
 
-def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
+def record_unanswered(fleet: FleetSpec, history: History, actions: Iterable[Action], now: float) -> History:
     """Return the history as if every answer were lost. It is stored before the requests are sent."""
     unknown = Operation(error=LostReply("requested; no answer yet"))
     return record(fleet, history, [(action, unknown) for action in actions if action.verb == "create"], now)
@@ -263,7 +263,7 @@ def intend(fleet: FleetSpec, history: History, actions: Iterable[Action], now: f
 
 def record(fleet: FleetSpec, history: History, done: Iterable[tuple[Action, Operation]], now: float) -> History:
     """Return the history with the results of actions."""
-    history = begin(fleet, history)
+    history = copy_history(fleet, history)
     cases = {case.worker.id: case for case in worker_cases(fleet, Observed(fleet.name), history, now)}
     for action, operation in done:
         if action.worker in cases:  # A machine of an earlier deployment has no history.
@@ -284,7 +284,7 @@ def _record(case: WorkerCase, action: Action, operation: Operation) -> None:
     elif error is None or isinstance(error, LostReply | Unavailable):
         past.pending, past.note = pending, error.line() if error else past.note
     else:
-        _fail(case, pending, error)
+        _record_failure(case, pending, error)
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class Action:
     """The queued resource that it belongs to."""
 
 
-def delay(policy: Policy, worker: int, attempt: int) -> float:
+def retry_delay(policy: Policy, worker: int, attempt: int) -> float:
     """Return the seconds before the next request: doubling, capped, and with jitter that depends on the worker."""
     chance = int.from_bytes(hashlib.blake2b(f"{worker}:{attempt}".encode(), digest_size=4).digest()) / 2**32
     # A monitor with a shorter interval may retry sooner at first.
@@ -323,28 +323,28 @@ def next_zone(fleet: FleetSpec, zone: str, full: Collection[str] = ()) -> str:
 def reason_to_replace(case: WorkerCase, node: Node) -> str:
     """Return why a machine is not kept; empty if it is."""
     policy, now, state = case.policy, case.now, node.state
-    if state.life is Life.DEAD:
+    if state.stage is Stage.DEAD:
         return f"it is {state.value}: {state.meaning}"
-    if state.life is Life.COMING:
+    if state.stage is Stage.STARTING:
         waited = now - case.past.coming if case.past.coming else 0.0
         late = state is not NodeState.QUEUED and waited > policy.create_timeout
         return f"it has been {state.value} for {waited:.0f} s" if late else ""
-    if state.life is not Life.ALIVE:
+    if state.stage is not Stage.RUNNING:
         return ""
-    verdict, beat, progress = case.verdict(node), case.beat(node), case.pulse.progress
+    verdict, beat, progress = case.verdict(node), case.heartbeat(node), case.health.progress
     if verdict == "crashed":
         return "its worker crashed again and again"
     if verdict == "refused":
         return "its worker refused its task"
-    if beat is None and now - node.created > policy.slow_patience:
-        age = f"{now - node.created:.0f} s ago (limit {policy.slow_patience:.0f})"
+    if beat is None and now - node.created > policy.slow_heartbeat_limit:
+        age = f"{now - node.created:.0f} s ago (limit {policy.slow_heartbeat_limit:.0f})"
         return f"no heartbeat since it was created, {age}"
-    limit = policy.slow_patience if case.pulse.phase.slow else policy.patience
+    limit = policy.slow_heartbeat_limit if case.health.phase.slow else policy.heartbeat_limit
     if beat is not None and now - beat > limit:
         return f"its heartbeat is {now - beat:.0f} s old (limit {limit:.0f})"
     idle = now - max(progress, node.created) if progress is not None else 0.0
     if idle > policy.stall:
-        return f"it gives signs of life and got no further for {idle:.0f} s (limit {policy.stall:.0f})"
+        return f"it sends heartbeats but has made no progress for {idle:.0f} s (limit {policy.stall:.0f})"
     return ""
 
 
@@ -355,24 +355,24 @@ def decide(fleet: FleetSpec, observed: Observed, history: History, now: float) -
         past, worker = case.past, case.worker
         if past.gave_up and not past.reported:
             actions.append(Action("report", worker.id, past.zone, worker.name, past.gave_up))
-        over = _over(case)
+        over = _reason_to_end(case)
         if over:
             actions.extend(_delete(worker.id, node, over) for node in case.nodes if _deletable(case, node))
         elif past.finished:
             continue
         elif case.nodes:
-            actions.extend(_tend(case))
+            actions.extend(_keep_one(case))
         else:
-            actions.extend(_make(case))
+            actions.extend(_create(case))
     known = {worker.id for worker in fleet.workers}
     left = [(worker, node) for worker, nodes in observed.own.items() if worker not in known for node in nodes]
     for number, node in left:
-        if node.state.life is not Life.LEAVING:
+        if node.state.stage is not Stage.ENDING:
             actions.append(_delete(number, node, "no worker of this deployment needs it"))
     return tuple(actions)
 
 
-def _over(case: WorkerCase) -> str:
+def _reason_to_end(case: WorkerCase) -> str:
     """Return why this worker needs no machine; empty if it needs one."""
     if case.history.stopped:
         return case.history.stopped
@@ -384,14 +384,14 @@ def _over(case: WorkerCase) -> str:
 def _deletable(case: WorkerCase, node: Node) -> bool:
     pending = case.past.pending
     asked = pending is not None and pending.verb == "delete" and pending.uid == node.uid
-    return node.state.life is not Life.LEAVING and not asked
+    return node.state.stage is not Stage.ENDING and not asked
 
 
 def _delete(worker: int, node: Node, reason: str) -> Action:
     return Action("delete", worker, node.zone, node.name, reason, uid=node.uid, queued=node.queued)
 
 
-def _tend(case: WorkerCase) -> Iterator[Action]:
+def _keep_one(case: WorkerCase) -> Iterator[Action]:
     """Keep one good machine of a worker and delete the others."""
     for place, node in enumerate(sorted(case.nodes, key=lambda node: _rank(case, node))):
         reason = reason_to_replace(case, node) or ("another machine serves this worker" if place else "")
@@ -401,13 +401,13 @@ def _tend(case: WorkerCase) -> Iterator[Action]:
 
 def _rank(case: WorkerCase, node: Node) -> tuple[int, float, str]:
     """Sort the best machine first: alive with a heartbeat, alive, starting, others; then the oldest."""
-    order = {Life.ALIVE: 1, Life.COMING: 2, Life.LEAVING: 3, Life.DEAD: 4, Life.ABSENT: 5}[node.state.life]
-    if order == 1 and case.beat(node) is not None:
+    order = {Stage.RUNNING: 1, Stage.STARTING: 2, Stage.ENDING: 3, Stage.DEAD: 4, Stage.ABSENT: 5}[node.state.stage]
+    if order == 1 and case.heartbeat(node) is not None:
         order = 0
     return order, node.created, node.zone
 
 
-def _make(case: WorkerCase) -> Iterator[Action]:
+def _create(case: WorkerCase) -> Iterator[Action]:
     """Request a machine for a worker that has none, if nothing prevents it."""
     observed, worker, past = case.observed, case.worker, case.past
     if past.pending is not None or case.now < past.retry_at or case.silent_zones:

@@ -91,14 +91,14 @@ class Policy:
             raise SpecError("--budget", expected="dollars, more than 0", found=f"{self.budget:g}")
 
     @property
-    def patience(self) -> float:
+    def heartbeat_limit(self) -> float:
         """The limit for the age of a running worker's heartbeat."""
         return self.stale_intervals * max(self.interval, self.heartbeat)
 
     @property
-    def slow_patience(self) -> float:
+    def slow_heartbeat_limit(self) -> float:
         """The same limit while a worker boots, installs or compiles."""
-        return max(self.patience, self.compile_grace)
+        return max(self.heartbeat_limit, self.compile_grace)
 
 
 @cache
@@ -254,10 +254,10 @@ Verdict = Literal["", "finished", "crashed", "refused", "stopped"]
 
 
 @dataclass(frozen=True)
-class Pulse:
+class WorkerHealth:
     """A worker as the bucket shows it: its heartbeat and its agent's report."""
 
-    beat: float | None = None
+    heartbeat: float | None = None
     """The time of the last heartbeat or report."""
     phase: Phase = Phase.UNKNOWN
     verdict: Verdict = ""
@@ -283,7 +283,7 @@ class Observed:
     """The zones that did not answer, with the error."""
     operations: Mapping[str, Operation] = field(default_factory=dict)
     """The operations that the history waits for, by name."""
-    pulses: Mapping[int, Pulse] = field(default_factory=dict)
+    health: Mapping[int, WorkerHealth] = field(default_factory=dict)
 
     @cached_property
     def own(self) -> dict[int, list[Node]]:
@@ -300,8 +300,8 @@ class Observed:
         """The (zone, name) pairs of machines that do not belong to the fleet."""
         return frozenset((node.zone, node.name) for node in self.nodes if not owns(self.fleet, node))
 
-    def pulse(self, worker: int) -> Pulse:
-        return self.pulses.get(worker, Pulse())
+    def health_of(self, worker: int) -> WorkerHealth:
+        return self.health.get(worker, WorkerHealth())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from spile.fleet.monitor import FleetStatus, WorkerStatus
-from spile.fleet.provider import Life
+from spile.fleet.provider import Stage
 from spile.spec.amounts import amount, counted
 from spile.store.snapshot import Snapshot, StreamView
 from spile.view import table
@@ -27,7 +27,13 @@ from spile.view.table import (
     verify_command,
 )
 
-_STYLE = {Life.ALIVE: "green", Life.COMING: "cyan", Life.LEAVING: "yellow", Life.DEAD: "red", Life.ABSENT: "red"}
+_STYLE = {
+    Stage.RUNNING: "green",
+    Stage.STARTING: "cyan",
+    Stage.ENDING: "yellow",
+    Stage.DEAD: "red",
+    Stage.ABSENT: "red",
+}
 
 
 def render(status: FleetStatus, interval: float | None = None, height: int | None = None) -> RenderableType:
@@ -69,7 +75,7 @@ def _report_quota_once(status: FleetStatus) -> FleetStatus:
 
 
 def _waits_for_quota(each: WorkerStatus) -> bool:
-    return each.machine.life is Life.ABSENT and not each.past.gave_up and not each.past.finished
+    return each.machine.stage is Stage.ABSENT and not each.past.gave_up and not each.past.finished
 
 
 def _of_view(column: Column[StreamView, Snapshot]) -> Column[WorkerStatus, FleetStatus]:
@@ -86,7 +92,7 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
     Column("NAME", lambda each: each.worker.name, lambda _: "TOTALS", "left"),
     Column(
         "MACHINE",
-        lambda each: Text(_status_word(each), style="green" if each.past.finished else _STYLE[each.machine.life]),
+        lambda each: Text(_status_word(each), style="green" if each.past.finished else _STYLE[each.machine.stage]),
         justify="left",
     ),
     *(_of_view(column) for column in COUNTS if column.title != "HEARD"),
@@ -101,7 +107,7 @@ _SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")  # the columns that are omi
 
 
 def _status_word(each: WorkerStatus) -> str:
-    if each.past.finished and each.machine.life is Life.ABSENT:
+    if each.past.finished and each.machine.stage is Stage.ABSENT:
         return "DONE"
     return "GIVEN UP" if each.past.gave_up else each.machine.value
 
@@ -115,9 +121,9 @@ def _story(each: WorkerStatus) -> str:
     parts = []
     if each.past.finished:
         parts.append("finished")
-    elif note and each.machine.life is Life.ALIVE and not each.healthy:
+    elif note and each.machine.stage is Stage.RUNNING and not each.healthy:
         parts.append(note)
-    elif each.view.phase and each.machine.life is Life.ALIVE:
+    elif each.view.phase and each.machine.stage is Stage.RUNNING:
         age = "" if each.view.age is None else f" ({ago(each.view.age)})"
         parts.append(f"{each.view.phase}{age}")
     if each.zone != each.worker.zone:

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from spile.fleet.monitor import send
+from spile.fleet.monitor import call_webhooks
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 
@@ -40,7 +40,7 @@ def test_slack_is_sent_the_one_field_that_it_takes_and_others_the_whole_event(mo
             "f", "p", ("z",), plan_workers(("z",), 1), NodeRequest("v3-8", "r"),
             run={"output": "gs://b/activations"}, deployment="d", notify=(slack, other),
         )  # fmt: skip
-        assert send(fleet, [("given up", "tpu-z-0 is given up: no such model")], 0.0) == []
+        assert call_webhooks(fleet, [("given up", "tpu-z-0 is given up: no such model")], 0.0) == []
         server.shutdown()
     monkeypatch.setattr(urllib.request, "_opener", None)
     line = "spile fleet f: tpu-z-0 is given up: no such model"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from google.cloud import tpu_v2
 
-from spile.fleet.provider import Life, NodeState, QueuedState
+from spile.fleet.provider import NodeState, QueuedState, Stage
 
 
 def test_every_state_of_the_real_client_is_known() -> None:
@@ -19,8 +19,8 @@ def test_every_state_says_what_it_means(kind: type[NodeState]) -> None:
 
 
 def test_what_states_ask_of_us() -> None:
-    assert {state for state in NodeState if state.life is Life.ALIVE} == {NodeState.READY}
-    assert NodeState.PREEMPTED.life is NodeState.TERMINATED.life is Life.DEAD
+    assert {state for state in NodeState if state.stage is Stage.RUNNING} == {NodeState.READY}
+    assert NodeState.PREEMPTED.stage is NodeState.TERMINATED.stage is Stage.DEAD
     assert NodeState.parse("SOMETHING_NEW") is NodeState.UNKNOWN
-    assert NodeState.parse(None).life is Life.COMING
-    assert QueuedState.SUSPENDED.node.life is Life.DEAD
+    assert NodeState.parse(None).stage is Stage.STARTING
+    assert QueuedState.SUSPENDED.node.stage is Stage.DEAD
