@@ -30,7 +30,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_model(case, Path(folder))
             narrow, wide = (transformers_taps(Path(folder), tokens(case), taps(case), wide=w) for w in (False, True))
-        measured = [str(tap) for tap in taps(case) if tap.site != "logits_ids"]
+        measured = [str(tap) for tap in taps(case) if tap.kind != "logits_ids"]
         own = np.asarray([distance(narrow[tap], wide[tap]) for tap in measured])
         rounded = {
             tap: values if values.dtype == np.int32 else values.astype(np.float32) for tap, values in wide.items()

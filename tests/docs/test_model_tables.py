@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spile.models.families import FAMILIES, read_config
-from spile.spec.taps import SITES
+from spile.spec.taps import TAP_KINDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_the_page_describes_every_tap_with_its_shape() -> None:
     names = {"d_mid": "d_model", "top": "k"}
     assert [(name, shape) for name, shape, *_ in found] == [
         (f"`{name}.L`" if spec.layered else f"`{name}`", " × ".join(names.get(size, size) for size in spec.shape))
-        for name, spec in SITES.items()
+        for name, spec in TAP_KINDS.items()
     ]
     assert all(len(row) == 6 and all(row) for row in found)
 

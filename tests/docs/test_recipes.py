@@ -40,8 +40,8 @@ def insert(file: Path, anchor: str, text: str, *, before: bool) -> None:
 def test_a_tap_is_added_as_the_guide_says(tmp_path: Path) -> None:
     source = copied_source(tmp_path)
     entry, call = code_blocks("add-a-tap.md")
-    insert(source / "spile" / "spec" / "taps.py", '"embed": SiteSpec(', entry, before=True)
-    insert(source / "spile" / "models" / "decoder.py", 'look("attn", added)', call, before=False)
+    insert(source / "spile" / "spec" / "taps.py", '"embed": TapKind(', entry, before=True)
+    insert(source / "spile" / "models" / "decoder.py", 'hook("attn", added)', call, before=False)
     command = [sys.executable, "-m", "spile.cli.main", "extract", "--taps", "attn", "attn_weighted", "--layers", "1"]
     command += ["--max-samples", "2", "--store-dtype", "float32", "--output", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(source)}

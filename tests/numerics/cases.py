@@ -17,12 +17,12 @@ from numerics.shapes import shapes as family_shapes
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig
 from spile.models.families import read_config
-from spile.spec.taps import SITES, Tap, parse_tap_words, select_taps, tap_rows
+from spile.spec.taps import TAP_KINDS, Tap, parse_tap_words, select_taps, tap_rows
 
 __all__ = [
     "CASES",
     "EACH_OPTION",
-    "FIRST_SITES",
+    "FIRST_KINDS",
     "GOLDENS",
     "LIVE",
     "contract",
@@ -144,7 +144,7 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 16,
 }
 
-_EVERY_SITE: dict[str, dict[str, Any]] = {
+_EVERY_KIND: dict[str, dict[str, Any]] = {
     "qwen2-sites": {**_SMALL, "model_type": "qwen2"},
     "qwen3-sites": {**_SMALL, "model_type": "qwen3"},
     "llama-sites": {**_SMALL, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -275,13 +275,13 @@ _EVERY_SITE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Tapped at every site that they have, so smaller."""
+"""With every tap kind that they have, so smaller."""
 
-CASES: dict[str, dict[str, Any]] = {name: {**_SIZES, **about} for name, about in _DIFFERENCES.items()} | _EVERY_SITE
+CASES: dict[str, dict[str, Any]] = {name: {**_SIZES, **about} for name, about in _DIFFERENCES.items()} | _EVERY_KIND
 """Case → the content of its config.json."""
 
-FIRST_SITES = tuple(_DIFFERENCES)
-"""Cases of residual, attn and mlp. Those of every site are in test_packed_rows, whole rows among them."""
+FIRST_KINDS = tuple(_DIFFERENCES)
+"""Cases of residual, attn and mlp. Those of every kind are in test_packed_rows, whole rows among them."""
 _SECOND = ("gemma2-no-caps", "gemma3-new", "phi3-window", "gpt2-unscaled", "gpt-neox-serial", "qwen3-moe-mixed")
 _COVERED = (
     *("qwen2-window", "qwen2-window-off", "qwen3-tied-bias", "llama-3-new", "llama-biases", "llama-gelu"),
@@ -309,9 +309,11 @@ def config(case: str) -> ModelConfig:
 
 
 def taps(case: str) -> tuple[Tap, ...]:
-    """Every site at every layer, where a model has it."""
+    """Every kind at every layer, where a model has it."""
     about = config(case)
-    words = [site for site in SITES if site not in _LIVE_ONLY] if case in _EVERY_SITE else ["residual", "attn", "mlp"]
+    words = (
+        [kind for kind in TAP_KINDS if kind not in _LIVE_ONLY] if case in _EVERY_KIND else ["residual", "attn", "mlp"]
+    )
     every = select_taps(parse_tap_words(words), None, about.n_layers, top=5)
     return tuple(tap for tap in every if _exists(tap, about))
 
@@ -326,7 +328,7 @@ def _exists(tap: Tap, about: ModelConfig) -> bool:
 
 def tokens(case: str, batch: int = 2, length: int | None = None) -> NDArray[np.int32]:
     """Return random tokens with a fixed seed."""
-    length = length or (9 if case in _EVERY_SITE else 28)
+    length = length or (9 if case in _EVERY_KIND else 28)
     draw = np.random.Generator(np.random.Philox(len(case) * 1000 + batch + length))
     return draw.integers(3, CASES[case]["vocab_size"], (batch, length)).astype(np.int32)
 
@@ -391,7 +393,7 @@ def contract(found: Mapping[str, float], own: Mapping[str, float]) -> str:
 
 def own_distances(golden: Mapping[str, NDArray[Any]], case: str) -> dict[str, float]:
     """Return how far transformers' float32 is from float64 at each tap of a golden."""
-    names = [str(tap) for tap in taps(case) if tap.site != "logits_ids"]
+    names = [str(tap) for tap in taps(case) if tap.kind != "logits_ids"]
     return dict(zip(names, golden["own_distance"].tolist(), strict=True))
 
 

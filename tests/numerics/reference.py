@@ -55,4 +55,4 @@ def transformers_taps(
     with _without_float32() if wide else contextlib.nullcontext():
         found = Hooks(model, taps).run(ids, None)
     kind: Any = np.float64 if wide else np.float32
-    return {str(tap): found[tap].numpy().astype(np.int32 if tap.site == "logits_ids" else kind) for tap in taps}
+    return {str(tap): found[tap].numpy().astype(np.int32 if tap.kind == "logits_ids" else kind) for tap in taps}

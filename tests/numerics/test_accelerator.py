@@ -20,7 +20,7 @@ from spile.models.params import choose_runs, stacked, tap_groups
 
 _LEFT_OUT = ("logits_ids", "loss")
 """Names of tokens, of which near ones are as wrong as others, and small differences of large numbers. In float32, with
-every other site, they equal the goldens."""
+every other kind, they equal the goldens."""
 _ROUNDED = [case for case in cases.CASES if cases.config(case).experts is None]
 """Where a router chooses by rounded scores, it chooses others at times."""
 
@@ -44,7 +44,7 @@ def test_bfloat16_with_the_attention_that_is_chosen(case: str, tmp_path: Path) -
     found = run(params, config, golden["tokens"], case, chosen)
     exact = run(rounded, config, golden["tokens"], case)
     for tap, value, once in zip(cases.taps(case), found, exact, strict=True):
-        if tap.site not in _LEFT_OUT:
+        if tap.kind not in _LEFT_OUT:
             assert rms(value - golden[str(tap)]) < 3 * rms(once - golden[str(tap)]), tap
 
 
@@ -64,7 +64,7 @@ def test_packed_rows_in_bfloat16(case: str, tmp_path: Path) -> None:
         for number, value in zip(group, kept if len(group) > 1 else [kept], strict=True):
             tap, values = taps[number], np.asarray(value.astype(jnp.float32))
             whole = golden[str(tap)]
-            for piece in pieces if tap.site not in _LEFT_OUT else ():
+            for piece in pieces if tap.kind not in _LEFT_OUT else ():
                 found = values[piece.row, piece.start : piece.start + piece.size]
                 assert rms(found - of_piece(tap, whole, piece)) < 3 * rms(alone[number] - whole), (tap, piece)
 

@@ -43,7 +43,7 @@ def worst(found: list[np.ndarray], expected: dict[str, np.ndarray], case: str) -
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in PAIR else pytest.param(case, marks=pytest.mark.slow) for case in cases.FIRST_SITES]
+    "case", [case if case in PAIR else pytest.param(case, marks=pytest.mark.slow) for case in cases.FIRST_KINDS]
 )
 def test_golden(case: str, tmp_path: Path) -> None:
     golden = load_file(cases.golden_path(case))
@@ -78,7 +78,7 @@ def test_live_embedded() -> None:
 
 def distances(found: list[np.ndarray], reference: dict[str, np.ndarray], case: str) -> dict[str, float]:
     every = zip(cases.taps(case), found, strict=True)
-    return {str(tap): cases.distance(v, reference[str(tap)]) for tap, v in every if tap.site != "logits_ids"}
+    return {str(tap): cases.distance(v, reference[str(tap)]) for tap, v in every if tap.kind != "logits_ids"}
 
 
 def _without(*names: str) -> Callable[[Params], Params]:

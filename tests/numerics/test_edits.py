@@ -192,7 +192,7 @@ def test_patterns_and_heads_equal_transformers(case: str, tmp_path: Path) -> Non
     params, config = loaded(case, tmp_path)
     few = 4
     kinds = [("pattern", None, 64), ("pattern_ids", None, 64), ("pattern", (1,), few), ("head_out", None, None)]
-    taps = tuple(Tap(site, layer, heads, top) for layer in range(3) for site, heads, top in kinds)
+    taps = tuple(Tap(kind, layer, heads, top) for layer in range(3) for kind, heads, top in kinds)
     samples, rows = packed(case)
     found = run(params, rows, config, taps)
     ours = {str(tap): split(each) for tap, each in zip(taps, found, strict=True)}
@@ -204,7 +204,7 @@ def test_patterns_and_heads_equal_transformers(case: str, tmp_path: Path) -> Non
             theirs = model(torch.from_numpy(tokens)[None].long(), output_attentions=True).attentions
         for layer in range(3):
             wanted = theirs[layer][0, :, :, : len(tokens)].double().numpy()
-            full = (ours[f"{site}.{layer}.top64"][number] for site in ("pattern", "pattern_ids"))
+            full = (ours[f"{kind}.{layer}.top64"][number] for kind in ("pattern", "pattern_ids"))
             np.testing.assert_allclose(dense(*full, config.n_heads, len(tokens)), wanted, atol=2e-5)
             largest = -np.sort(-wanted[1], axis=-1)[:, :few]
             np.testing.assert_allclose(ours[f"pattern.{layer}.1.top{few}"][number], largest, atol=2e-5)
@@ -252,12 +252,15 @@ def test_patterns_of_packed_rows_sum_to_one_and_explain_z(case: str, tmp_path: P
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
-_SITES = ("residual", "attn", "mlp", "z", "mlp_hidden")
+_KINDS_WITH_GRADIENT = ("residual", "attn", "mlp", "z", "mlp_hidden")
 
 
 def gradient_taps(config: ModelConfig) -> tuple[Tap, ...]:
     taps = [
-        Tap(site, layer) for layer in range(3) for site in _SITES if site != "mlp_hidden" or config.sizes(layer)["d_ff"]
+        Tap(kind, layer)
+        for layer in range(3)
+        for kind in _KINDS_WITH_GRADIENT
+        if kind != "mlp_hidden" or config.sizes(layer)["d_ff"]
     ]
     return with_gradients([Tap("embed"), *taps, Tap("final_norm")])
 

@@ -46,7 +46,7 @@ EVERY = [
 
 
 def taps(case: str) -> tuple[Tap, ...]:
-    return tuple(tap for tap in cases.taps(case) if tap.site in ("residual", "attn", "mlp"))
+    return tuple(tap for tap in cases.taps(case) if tap.kind in ("residual", "attn", "mlp"))
 
 
 def prompts(case: str) -> list[Sample]:

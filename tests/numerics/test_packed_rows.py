@@ -48,7 +48,7 @@ def ragged(tokens: np.ndarray) -> tuple[Piece, ...]:
 def of_piece(tap: Tap, whole: np.ndarray, piece: Piece) -> np.ndarray:
     """Return the golden values of a piece."""
     part = whole[piece.sample, : piece.size].copy()
-    part[-1] = 0 if tap.site == "loss" else part[-1]  # nothing follows a piece's last token
+    part[-1] = 0 if tap.kind == "loss" else part[-1]  # nothing follows a piece's last token
     return part
 
 
@@ -73,7 +73,7 @@ def test_every_piece_equals_the_golden(case: str, tmp_path: Path) -> None:
     for tap, values in zip(cases.taps(case), step(params, *rows), strict=True):
         ours = [np.asarray(values)[piece.row, piece.start : piece.start + piece.size] for piece in pieces]
         wanted = [of_piece(tap, golden[str(tap)], piece) for piece in pieces]
-        if tap.site == "logits_ids":
+        if tap.kind == "logits_ids":
             np.testing.assert_array_equal(np.concatenate(ours), np.concatenate(wanted))
         else:
             found[str(tap)] = cases.distance(np.concatenate(ours), np.concatenate(wanted))

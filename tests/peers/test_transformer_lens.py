@@ -35,7 +35,7 @@ def hooks(folder: Path, tokens: np.ndarray) -> dict[str, np.ndarray]:
 def hook_name(tap: Tap) -> str:
     """What docs/taps.md says that TransformerLens calls it."""
     page = (Path(__file__).parents[2] / "docs" / "taps.md").read_text()
-    row = next(line for line in page.splitlines() if re.match(rf"\| `{tap.site}[`.]", line))
+    row = next(line for line in page.splitlines() if re.match(rf"\| `{tap.kind}[`.]", line))
     return row.split(" | ")[3].strip("`").replace(".L.", f".{tap.layer}.")
 
 
@@ -45,9 +45,9 @@ def test_every_hook_of_the_table(case: str, tmp_path: Path) -> None:
     ours = dict(zip(cases.taps(case), run(*load(case, tmp_path), tokens, case), strict=True))
     theirs = hooks(tmp_path, tokens)
     compared = [tap for tap in ours if hook_name(tap) in theirs]
-    sites = {tap.site for tap in compared}
+    kinds = {tap.kind for tap in compared}
     beyond = {"logits", "logits_ids", "loss"}  # whole logits are kept nowhere
-    assert sites == {tap.site for tap in ours} - beyond
+    assert kinds == {tap.kind for tap in ours} - beyond
     for tap in compared:
         expected = theirs[hook_name(tap)].reshape(ours[tap].shape)
         assert cases.error(ours[tap], expected) <= TOLERANCE, tap

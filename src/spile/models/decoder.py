@@ -20,10 +20,10 @@ from spile.models import rope
 from spile.models.architecture import ModelConfig
 from spile.models.attention import ATTENTIONS, Attention, Scoring, largest_weights, precision, softcap
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
-from spile.models.layers import Hidden, Look, linear, mlp, norm, rms_norm
+from spile.models.layers import Hidden, Hook, linear, mlp, norm, rms_norm
 from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
 from spile.models.rope import Angles
-from spile.spec.taps import Site, SteerKind, Tap, tap_rows
+from spile.spec.taps import SteerKind, Tap, tap_rows
 
 _CHUNK = 256
 """The number of tokens whose logits exist at once; those of all tokens would not fit into memory."""
@@ -56,12 +56,12 @@ def report_head_taps(
     params: Params,
     config: ModelConfig,
     taps: tuple[Tap, ...],
-    look: Look,
+    hook: Hook,
 ) -> Array | None:
     """Report the final norm, the largest logits with their tokens, and the loss of the next token; return the loss."""
-    x = look("final_norm", norm(x, params.final_norm, params.final_norm_bias, config))
+    x = hook("final_norm", norm(x, params.final_norm, params.final_norm_bias, config))
     tops = {tap.top for tap in taps if tap.top is not None and tap.layer is None}
-    if not tops and not any(tap.site == "loss" or tap.gradient for tap in taps):
+    if not tops and not any(tap.kind == "loss" or tap.gradient for tap in taps):
         return None
     top = max(tops, default=1)
     rows, length, d_model = x.shape
@@ -82,10 +82,10 @@ def report_head_taps(
             part.reshape(count * _CHUNK, -1)[: rows * length].reshape(rows, length, -1)
             for part in jax.lax.map(chunk, (flat, wanted))
         )
-    look("logits", values)
-    look("logits_ids", ids)
+    hook("logits", values)
+    hook("logits_ids", ids)
     last = _is_last(segments)[..., None]
-    return look("loss", jnp.where(last, jnp.float32(0), loss))
+    return hook("loss", jnp.where(last, jnp.float32(0), loss))
 
 
 def _loss(all_logits: Float32[Array, "tokens vocab"], token: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
@@ -164,10 +164,10 @@ def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenIn
     return [(tap, functools.partial(edit, info=flat)) for tap, edit in (*own, *edits)]
 
 
-def _edited(value: Array, site: Site, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
-    """Return a value after the edits of its site; of values per head, an edit gets those of its tap side by side."""
+def _edited(value: Array, kind: str, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
+    """Return a value after the edits of its kind; of values per head, an edit gets those of its tap side by side."""
     for tap, edit in edits:
-        if tap.site == site:
+        if tap.kind == kind:
             heads = None if tap.heads is None else jnp.asarray(tap.heads)
             chosen = value if heads is None else value[:, :, heads]
             rows = chosen.reshape(-1, math.prod(chosen.shape[2:]))
@@ -185,19 +185,19 @@ class TapCollector:
         self.taps, self.keep, self.edits = taps, keep, edits
         self.kept: dict[Tap, Any] = {}
 
-    def look(self, site: Site, value: Array) -> Array:
+    def hook(self, kind: str, value: Array) -> Array:
         """Edit and collect a value of the parts that the model has once."""
-        value = _edited(value, site, self.edits_of(None))
-        self.collect(None, site, value)
+        value = _edited(value, kind, self.edits_of(None))
+        self.collect(None, kind, value)
         return value
 
     def edits_of(self, layer: int | None) -> tuple[tuple[Tap, _EditRows], ...]:
         return tuple(edit for edit in self.edits if edit[0].layer == layer)
 
-    def collect(self, layer: int | None, site: Site, value: Array) -> None:
+    def collect(self, layer: int | None, kind: str, value: Array) -> None:
         """Keep an edited value for the taps that ask for it."""
         for tap in self.taps:
-            if (tap.site, tap.layer) == (site, layer) and tap not in self.kept:
+            if (tap.kind, tap.layer) == (kind, layer) and tap not in self.kept:
                 self.kept[tap] = self.keep(tap, _row(value, tap))
 
     def all(self) -> tuple[Any, ...]:
@@ -217,14 +217,14 @@ def _row(value: Array, tap: Tap) -> Array:
 
 def head_needed(taps: tuple[Tap, ...]) -> bool:
     """Return whether these taps need the final norm and the LM head. Gradients are those of the loss."""
-    return any(tap.site in _AFTER_LAYERS or tap.gradient for tap in taps)
+    return any(tap.kind in _AFTER_LAYERS or tap.gradient for tap in taps)
 
 
 def layers_needed(taps: tuple[Tap, ...], n_layers: int) -> int:
     """Return how many of ``n_layers`` layers must be loaded and computed for these taps: at least one."""
     if any(tap.gradient for tap in taps):
         return n_layers
-    depths = (tap.layer if tap.layer is not None else 0 if tap.site == "embed" else n_layers - 1 for tap in taps)
+    depths = (tap.layer if tap.layer is not None else 0 if tap.kind == "embed" else n_layers - 1 for tap in taps)
     return max(depths) + 1
 
 
@@ -271,7 +271,7 @@ def forward(
         x = hidden(params, info, segments, config, runs, attention, mixture, collector, remat=bool(asked))
         if not head_needed(taps):
             return collector.kept, None
-        return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.look)
+        return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.hook)
 
     kept = compute(keep, ())[0] if not asked else _with_gradients(compute, asked, config, keep, params, info, segments)
     return tuple(kept[taps[group[0]]] for group in tap_groups(taps, runs))
@@ -287,7 +287,7 @@ def _with_gradients(
     segments: Array,
 ) -> dict[Tap, Any]:
     """Return the kept values of a forward pass, and the gradients of the loss with respect to taps."""
-    sites: list[Tap] = []
+    kept_taps: list[Tap] = []
 
     def total_loss(zeros: list[Array]) -> tuple[Array, tuple[Any, ...]]:
         """Return the sum of the mean loss of each sample; no sample has an effect on the loss of another one."""
@@ -295,7 +295,7 @@ def _with_gradients(
         found, loss = compute(lambda tap, x: keep(tap, jax.lax.stop_gradient(x)), more)
         if loss is None:
             raise ValueError("gradients without a loss")
-        sites[:] = found
+        kept_taps[:] = found
         predicted = jnp.maximum(rope.sample_lengths(info.positions, segments) - 1, 1).astype(jnp.float32)
         return jnp.sum(loss[..., 0] / predicted), tuple(found.values())
 
@@ -303,7 +303,8 @@ def _with_gradients(
     zeros = [jnp.zeros((info.ids.size, width), params.embed.dtype) for width in widths]
     gradients, values = jax.grad(total_loss, has_aux=True)(zeros)
     rows = (each.reshape(*info.ids.shape, -1) for each in gradients)
-    return dict(zip(sites, values, strict=True)) | {tap: keep(tap, each) for tap, each in zip(asked, rows, strict=True)}
+    kept = {tap: keep(tap, each) for tap, each in zip(asked, rows, strict=True)}
+    return dict(zip(kept_taps, values, strict=True)) | kept
 
 
 def hidden(
@@ -322,18 +323,18 @@ def hidden(
 
     ``remat``: a backward pass follows, which computes each layer again instead of keeping its values.
     """
-    x = embed(params, info.ids, info.positions, config, collector.look)
+    x = embed(params, info.ids, info.positions, config, collector.hook)
     with jax.named_scope("rope"):
         lengths = rope.sample_lengths(info.positions, segments) if config.rope.kind == "longrope" else None
         angles = rope.per_layer(config, info.positions, lengths)
     compute = ATTENTIONS[attention] if isinstance(attention, str) else attention
 
-    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, look: Look) -> tuple[Array, None]:
+    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, hook: Hook) -> tuple[Array, None]:
         if how.top:
             weights, columns = largest_weights(q, k, segments, how)
             begins = info.positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
-            look("pattern", weights)
-            look("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
+            hook("pattern", weights)
+            hook("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
         return compute(q, k, v, segments, how), None
 
     length = info.ids.shape[1]
@@ -349,7 +350,7 @@ def hidden(
     return x
 
 
-AttendWith = Callable[[Array, Array, Array, Any, Scoring, Look], tuple[Array, Any]]
+AttendWith = Callable[[Array, Array, Array, Any, Scoring, Hook], tuple[Array, Any]]
 """The attention of any layer: takes rotated queries, rotated keys, values, a state, the layer's options and a function
 for taps; returns the output of the heads and the new state."""
 
@@ -374,35 +375,35 @@ class Layers:
     def run(self, x: Hidden, index: int, weights: Layer, state: Any, collector: TapCollector) -> tuple[Hidden, Any]:
         """Compute one layer; return its output and the state that its attention returned."""
         taps = [tap for tap in collector.taps if tap.layer == index]
-        sites, top = frozenset(tap.site for tap in taps), max((tap.top or 0 for tap in taps), default=0)
+        kinds, top = frozenset(tap.kind for tap in taps), max((tap.top or 0 for tap in taps), default=0)
         with jax.named_scope(f"layer.{index}"):
-            layer = self._traced(self._windows[index], sites, top, collector.edits_of(index))
+            layer = self._traced(self._windows[index], kinds, top, collector.edits_of(index))
             x, state, found = layer(x, weights, self._angles[index], state)
-            for site, value in found.items():
-                collector.collect(index, site, value)
+            for kind, value in found.items():
+                collector.collect(index, kind, value)
         return x, state
 
     def _trace(
-        self, window: int | None, sites: frozenset[Site], top: int, edits: tuple[tuple[Tap, _EditRows], ...]
+        self, window: int | None, kinds: frozenset[str], top: int, edits: tuple[tuple[Tap, _EditRows], ...]
     ) -> Any:
         """Return a jitted layer of one kind. Tracing takes long, so equal layers share one trace."""
 
-        def run(x: Hidden, layer: Layer, angles: Angles | None, state: Any) -> tuple[Hidden, Any, dict[Site, Array]]:
-            found: dict[Site, Array] = {}
+        def run(x: Hidden, layer: Layer, angles: Angles | None, state: Any) -> tuple[Hidden, Any, dict[str, Array]]:
+            found: dict[str, Array] = {}
 
-            def look(site: Site, value: Array) -> Array:
-                value = _edited(value, site, edits)
-                if site in sites:
-                    found[site] = value
+            def hook(kind: str, value: Array) -> Array:
+                value = _edited(value, kind, edits)
+                if kind in kinds:
+                    found[kind] = value
                 return value
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal state
                 how = Scoring(window, self._config.attention_softcap, layer.sinks, top)
-                out, state = self._attend(q, k, v, state, how, look)
+                out, state = self._attend(q, k, v, state, how, hook)
                 return out
 
-            return block(x, layer, angles, self._config, attend, look, self._mixture), state, found
+            return block(x, layer, angles, self._config, attend, hook, self._mixture), state, found
 
         return jax.jit(jax.checkpoint(run) if self._remat else run)
 
@@ -441,13 +442,13 @@ def _edit_in_step(now: Array, edit: _EditRows, rows: Array) -> Array:
     return out
 
 
-def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, look: Look) -> Hidden:
+def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, config: ModelConfig, hook: Hook) -> Hidden:
     """Return the input of the first layer."""
     with jax.named_scope("embed"):
         x = jnp.take(params.embed, tokens, axis=0, mode="clip")
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
-        x = look("embed", x)
+        x = hook("embed", x)
         if config.input_scale is not None:
             x = x * jnp.asarray(config.input_scale, x.dtype)
         if params.positions is not None:
@@ -461,32 +462,32 @@ def block(
     angles: Angles | None,
     config: ModelConfig,
     attend: Attend,
-    look: Look,
+    hook: Hook,
     mixture: Mixture,
 ) -> Hidden:
-    """Compute one layer with the values that ``look`` returns.
+    """Compute one layer with the values that ``hook`` returns.
 
     The compiler removes what is not tapped, including the MLP of the last layer.
     """
-    x = look("resid_pre", x)
+    x = hook("resid_pre", x)
     with jax.named_scope("attn"):
         normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
-        out = _attention(look("attn_in", normed), layer, angles, config, attend, look)
+        out = _attention(hook("attn_in", normed), layer, angles, config, attend, hook)
         added = norm(out, layer.attn_post_norm, None, config)
-    added = look("attn", added)
+    added = hook("attn", added)
     with jax.named_scope("mlp"):
-        middle = look("resid_mid", x + _scaled(added, config))
+        middle = hook("resid_mid", x + _scaled(added, config))
         if not config.shared_norm:
             normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
-        normed = look("mlp_in", normed)
+        normed = hook("mlp_in", normed)
         if layer.router is None:
-            out = mlp(normed, layer, config, look)
+            out = mlp(normed, layer, config, hook)
         else:
-            out = routed_mlp(normed, layer, config, look, mixture)
+            out = routed_mlp(normed, layer, config, hook, mixture)
         added = norm(out, layer.mlp_post_norm, None, config)
-    added = look("mlp", added)
+    added = hook("mlp", added)
     with jax.named_scope("residual"):
-        return look("residual", middle + _scaled(added, config))
+        return hook("residual", middle + _scaled(added, config))
 
 
 def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
@@ -494,13 +495,13 @@ def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
 
 
 def _attention(
-    x: Hidden, layer: Layer, angles: Angles | None, config: ModelConfig, attend: Attend, look: Look
+    x: Hidden, layer: Layer, angles: Angles | None, config: ModelConfig, attend: Attend, hook: Hook
 ) -> Hidden:
     """Project, norm queries and keys if the family does, rotate, attend, and project back."""
     rows, length, _ = x.shape
 
-    def heads(site: Site, weight: Array, bias: Array | None, count: int) -> Array:
-        return look(site, linear(x, weight, bias).reshape(rows, length, count, config.head_dim))
+    def heads(kind: str, weight: Array, bias: Array | None, count: int) -> Array:
+        return hook(kind, linear(x, weight, bias).reshape(rows, length, count, config.head_dim))
 
     q = heads("q", layer.q, layer.q_bias, config.n_heads)
     k = heads("k", layer.k, layer.k_bias, config.n_kv_heads)
@@ -511,9 +512,9 @@ def _attention(
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     if angles is not None:
         q, k = (rope.rotate(each, *angles, interleaved=config.rope_interleaved) for each in (q, k))
-    out = look("z", attend(q, k, v))
+    out = hook("z", attend(q, k, v))
     by_head = layer.o.reshape(-1, config.n_heads, config.head_dim)
-    look("head_out", jnp.einsum("bshd,mhd->bshm", out, by_head, precision=precision(out.dtype)))
+    hook("head_out", jnp.einsum("bshd,mhd->bshm", out, by_head, precision=precision(out.dtype)))
     return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from spile.models.architecture import Experts, ModelConfig
 from spile.models.attention import precision
-from spile.models.layers import Hidden, Look, gate, linear
+from spile.models.layers import Hidden, Hook, gate, linear
 from spile.models.params import Layer
 
 
@@ -36,12 +36,12 @@ Mixture = Callable[[Array, Array, Array, Matrices, ModelConfig], Array]
 """Tokens, the experts selected for each, their weights, the weights of all experts → what the experts add."""
 
 
-def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look, mixture: Mixture) -> Hidden:
+def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, hook: Hook, mixture: Mixture) -> Hidden:
     """Route each token and add the outputs of its experts."""
     about = config.experts
     if about is None:
         raise ValueError("a router in a model without experts")
-    chosen, weights = route(look("router", linear(x, layer.router, layer.router_bias)), about)
+    chosen, weights = route(hook("router", linear(x, layer.router, layer.router_bias)), about)
     matrices = Matrices(layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias)
     return mixture(x, chosen, weights, matrices, config)
 

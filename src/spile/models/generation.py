@@ -45,7 +45,7 @@ from spile.models.decoder import (
     logits,
 )
 from spile.models.experts import MIXTURES, Mixture
-from spile.models.layers import Look
+from spile.models.layers import Hook
 from spile.models.params import Params
 from spile.spec.taps import Tap
 
@@ -154,7 +154,7 @@ def read_prompts(
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
 
-    def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, look: Look) -> tuple[Array, _Caches]:
+    def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, hook: Hook) -> tuple[Array, _Caches]:
         new = (_by_head(k, groups), _by_head(v, groups))
         caches = [_written(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
         own = [_rows(cache, chunk.slot) for cache in caches]
@@ -162,8 +162,8 @@ def read_prompts(
         seen = seen.reshape(len(q), size, -1)
         if how.top:
             weights, positions = masked_weights(q, own[0], seen, how)
-            look("pattern", weights)
-            look("pattern_ids", positions)
+            hook("pattern", weights)
+            hook("pattern_ids", positions)
         compute = cudnn_masked if attention == "cudnn" else masked_attention  # other kernels take no mask
         return compute(q, own[0], own[1], seen, how), caches
 
@@ -213,7 +213,7 @@ def take_steps(
     def step(carry: tuple[Slots, Any], number: Array) -> tuple[tuple[Slots, Any], tuple[Choices, Any]]:
         now, place = carry[0], begun + number
 
-        def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, look: Look) -> tuple[Array, _Caches]:
+        def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, hook: Hook) -> tuple[Array, _Caches]:
             old_keys, old_values, *fresh = caches
             for which, new in enumerate((k, v)):
                 new = _by_head(new, groups).astype(fresh[which].dtype)
@@ -223,7 +223,7 @@ def take_steps(
             new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, how.window), (*old.shape[:3], stride))
             pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
             if how.top:
-                _report_recalled(q, pairs, begun, how, look)
+                _report_recalled(q, pairs, begun, how, hook)
             return _recalled(q, pairs, how), fresh
 
         before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
@@ -275,7 +275,7 @@ def _through(
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
     collector = TapCollector(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
-    x = embed(params, tokens.reshape(flat), positions, config, collector.look)
+    x = embed(params, tokens.reshape(flat), positions, config, collector.hook)
     layers = Layers(config, config.windows, rope.per_layer(config, positions), attend, mixture)
     changed = []
     for index, layer in enumerate(params.layers):
@@ -338,7 +338,7 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], how: Scorin
 
 
 def _report_recalled(
-    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, look: Look
+    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, hook: Hook
 ) -> None:
     """Report the largest attention weights of :func:`_recalled` and the positions of their keys."""
     capacity = pairs[0][0].shape[3]
@@ -347,8 +347,8 @@ def _report_recalled(
     rows = (len(q), -1, *keys.shape[3:])
     weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how)
     fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
-    look("pattern", weights)
-    look("pattern_ids", jnp.where(places < capacity, places, fresh))
+    hook("pattern", weights)
+    hook("pattern_ids", jnp.where(places < capacity, places, fresh))
 
 
 def _status(token: Array, made: Array, sampling: Sampling) -> Array:

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 from spile.models.architecture import ModelConfig
 from spile.models.attention import precision
 from spile.models.params import Layer
-from spile.spec.taps import SCALE_BYTES, SCALED, Site
+from spile.spec.taps import SCALE_BYTES, SCALED
 
 Hidden = Float[Array, "rows seq d_model"]
-Look = Callable[[Site, Array], Array]
+Hook = Callable[[str, Array], Array]
 """A function that receives the value of each tap kind and returns the value that the model goes on with."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
@@ -73,11 +73,11 @@ def gate(gate: Array, up: Array, config: ModelConfig) -> Array:
     return (up + one) * (gate * jax.nn.sigmoid(gate * jnp.asarray(config.swiglu_alpha, gate.dtype)))
 
 
-def mlp(x: Hidden, layer: Layer, config: ModelConfig, look: Look) -> Hidden:
+def mlp(x: Hidden, layer: Layer, config: ModelConfig, hook: Hook) -> Hidden:
     """Compute the MLP: down(activation(gate·x) · (up·x)), or down(activation(up·x)) if it is not gated."""
     up = linear(x, layer.up, layer.up_bias)
     hidden = gate(linear(x, layer.gate, layer.gate_bias), up, config) if config.gated else activate(up, config)
-    return linear(look("mlp_hidden", hidden), layer.down, layer.down_bias)
+    return linear(hook("mlp_hidden", hidden), layer.down, layer.down_bias)
 
 
 # -- rows with one byte per number, as spile.store.shard defines them --------------------------------------------------

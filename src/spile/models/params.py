@@ -69,7 +69,7 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
 
 def _kind(config: ModelConfig, taps: Sequence[Tap], layer: int) -> object:
     """Return everything besides the weights that must be equal in all steps of a scan."""
-    tapped = frozenset((tap.site, tap.heads, tap.top) for tap in taps if tap.layer == layer)
+    tapped = frozenset((tap.kind, tap.heads, tap.top) for tap in taps if tap.layer == layer)
     return config.windows[layer], layer in config.no_rope, tuple(layer_tensors(config, layer).items()), tapped
 
 
@@ -91,7 +91,7 @@ def tap_groups(taps: Sequence[Tap], runs: Sequence[LayerRun]) -> tuple[tuple[int
             groups[(number,)] = [number]
         else:
             place = (tap.layer - run.first) % run.period
-            groups.setdefault((run.first, place, tap.site, tap.heads, tap.top), []).append(number)
+            groups.setdefault((run.first, place, tap.kind, tap.heads, tap.top), []).append(number)
     return tuple(tuple(sorted(group, key=lambda number: taps[number].layer or 0)) for group in groups.values())
 
 

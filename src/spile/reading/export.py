@@ -542,9 +542,9 @@ def _write_specforge(export: Export, folder: Path) -> int:
 def hook_name(tap: str) -> str:
     """Return what TransformerLens calls a tap: ``residual.12`` is ``blocks.12.hook_resid_post``."""
     parsed = Tap.parse(tap)
-    if parsed.site not in HOOKS:
+    if parsed.kind not in HOOKS:
         raise UserError(f"the hook name of {tap} is unknown", fix="give one with --hook-name")
-    return f"blocks.{parsed.layer}.{HOOKS[parsed.site]}"
+    return f"blocks.{parsed.layer}.{HOOKS[parsed.kind]}"
 
 
 _WRITERS: dict[str, Callable[[Export, Path], int]] = {

@@ -120,11 +120,11 @@ class SampleRows(ABC):
     def attention(self, layer: int) -> _Array:
         """Return the stored attention weights of a layer, ``[heads, rows, tokens]``; those not stored are 0."""
         taps = [Tap.parse(name) for name in self.taps]
-        found = next((tap for tap in taps if (tap.site, tap.layer) == ("pattern", layer)), None)
+        found = next((tap for tap in taps if (tap.kind, tap.layer) == ("pattern", layer)), None)
         if found is None:
             raise no_tap(f"pattern.{layer}", self.taps)
         shape = (len(self), -1, found.top or 1)
-        weights, ids = (self[each].reshape(shape) for each in (found, replace(found, site="pattern_ids")))
+        weights, ids = (self[each].reshape(shape) for each in (found, replace(found, kind="pattern_ids")))
         matrix = np.zeros((*weights.shape[:2], len(self.context) + 1), np.float32)  # The last column takes the padding.
         np.put_along_axis(matrix, ids.astype(np.int64), weights, axis=2)
         return matrix[..., :-1].transpose(1, 0, 2)

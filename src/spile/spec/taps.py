@@ -24,8 +24,8 @@ MODULE = "module:"
 
 
 @dataclass(frozen=True)
-class SiteSpec:
-    """A tap kind."""
+class TapKind:
+    """What all taps of a kind have in common."""
 
     shape: tuple[Size, ...]
     """The shape of a token's row."""
@@ -40,29 +40,29 @@ class SiteSpec:
         return self.shape[0] in ("heads", "kv_heads")
 
 
-SITES: Mapping[str, SiteSpec] = MappingProxyType(
+TAP_KINDS: Mapping[str, TapKind] = MappingProxyType(
     {
-        "residual": SiteSpec(("d_model",)),
-        "attn": SiteSpec(("d_model",)),
-        "mlp": SiteSpec(("d_model",)),
-        "embed": SiteSpec(("d_model",), layered=False),
-        "resid_pre": SiteSpec(("d_model",)),
-        "resid_mid": SiteSpec(("d_mid",)),
-        "attn_in": SiteSpec(("d_model",)),
-        "mlp_in": SiteSpec(("d_model",)),
-        "mlp_hidden": SiteSpec(("d_ff",)),
-        "q": SiteSpec(("heads", "head_dim")),
-        "k": SiteSpec(("kv_heads", "head_dim")),
-        "v": SiteSpec(("kv_heads", "head_dim")),
-        "z": SiteSpec(("heads", "head_dim")),
-        "head_out": SiteSpec(("heads", "d_model")),
-        "pattern_ids": SiteSpec(("heads", "top"), dtype="int32"),
-        "pattern": SiteSpec(("heads", "top")),
-        "router": SiteSpec(("experts",)),
-        "final_norm": SiteSpec(("d_model",), layered=False),
-        "loss": SiteSpec(("1",), layered=False, dtype="float32"),
-        "logits_ids": SiteSpec(("top",), layered=False, dtype="int32"),
-        "logits": SiteSpec(("top",), layered=False),
+        "residual": TapKind(("d_model",)),
+        "attn": TapKind(("d_model",)),
+        "mlp": TapKind(("d_model",)),
+        "embed": TapKind(("d_model",), layered=False),
+        "resid_pre": TapKind(("d_model",)),
+        "resid_mid": TapKind(("d_mid",)),
+        "attn_in": TapKind(("d_model",)),
+        "mlp_in": TapKind(("d_model",)),
+        "mlp_hidden": TapKind(("d_ff",)),
+        "q": TapKind(("heads", "head_dim")),
+        "k": TapKind(("kv_heads", "head_dim")),
+        "v": TapKind(("kv_heads", "head_dim")),
+        "z": TapKind(("heads", "head_dim")),
+        "head_out": TapKind(("heads", "d_model")),
+        "pattern_ids": TapKind(("heads", "top"), dtype="int32"),
+        "pattern": TapKind(("heads", "top")),
+        "router": TapKind(("experts",)),
+        "final_norm": TapKind(("d_model",), layered=False),
+        "loss": TapKind(("1",), layered=False, dtype="float32"),
+        "logits_ids": TapKind(("top",), layered=False, dtype="int32"),
+        "logits": TapKind(("top",), layered=False),
     }
 )
 """Tap kinds by name. ``--taps`` takes the name, and the tensor names in a shard start with it.
@@ -70,11 +70,8 @@ SITES: Mapping[str, SiteSpec] = MappingProxyType(
 The first three must keep their order, because it is the order of the tensors in existing shards.
 """
 
-_MODULE = SiteSpec(("1",), layered=False)
+_MODULE = TapKind(("1",), layered=False)
 """Stands for the path of a module, whose shape only the module tells."""
-
-Site = str
-"""A key of :data:`spile.spec.taps.SITES`, or ``module:PATH``."""
 
 TOP = 10
 """The default number of logits stored per token."""
@@ -100,7 +97,8 @@ _GRADIENT = "grad."
 class Tap:
     """A tap kind at one layer, or of the whole model if the model has it once."""
 
-    site: Site
+    kind: str
+    """A key of :data:`TAP_KINDS`, or ``module:PATH``."""
     layer: int | None = None
     heads: tuple[int, ...] | None = None
     """The selected heads of a kind that has heads, or None for all."""
@@ -112,12 +110,12 @@ class Tap:
     def __str__(self) -> str:
         """Return the name: ``residual.12``, ``z.12.0-3,7``, ``embed``, ``pattern.12.top32`` or ``grad.mlp.12``."""
         layers = None if self.layer is None else (self.layer,)
-        return _GRADIENT * self.gradient + str(_TapWord(self.site, layers, self.heads, self.top))
+        return _GRADIENT * self.gradient + str(_TapWord(self.kind, layers, self.heads, self.top))
 
     @property
-    def spec(self) -> SiteSpec | None:
+    def spec(self) -> TapKind | None:
         """The entry of the table, or None for the path of a module."""
-        return SITES.get(self.site)
+        return TAP_KINDS.get(self.kind)
 
     def stored_as(self, store_dtype: str, width: int) -> str:
         """Return the dtype on disk of rows of ``width`` numbers in a run with this ``store_dtype``."""
@@ -132,11 +130,11 @@ class Tap:
         gradient = text.startswith(_GRADIENT)
         with suppress(SpecError):
             word = _parse_tap_word(text.removeprefix(_GRADIENT))
-            spec, (layer, *more) = SITES.get(word.kind, _MODULE), word.layers or (None,)
+            spec, (layer, *more) = TAP_KINDS.get(word.kind, _MODULE), word.layers or (None,)
             complete = (layer is not None) == spec.layered and (word.top is not None) == ("top" in spec.shape)
             if complete and not more and not (gradient and (spec is _MODULE or word.kind in REPORTED)):
                 return cls(word.kind, layer, word.heads, word.top, gradient)
-        raise SpecError("not a tap", expected="SITE.LAYER such as residual.12", found=repr(text))
+        raise SpecError("not a tap", expected="KIND.LAYER such as residual.12", found=repr(text))
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,8 @@ class _TapWord(NamedTuple):
     @property
     def order(self) -> tuple[Any, ...]:
         """The sort key: kinds in the order of the table, then module paths."""
-        known = list(SITES)
-        place = known.index(self.kind) if self.kind in SITES else len(known)
+        known = list(TAP_KINDS)
+        place = known.index(self.kind) if self.kind in TAP_KINDS else len(known)
         return place, self.kind, self.layers or (), self.heads or (), self.top or 0
 
     def __str__(self) -> str:
@@ -227,9 +225,9 @@ def _parse_tap_word(text: str) -> _TapWord:
     if text.startswith(MODULE) and len(text) > len(MODULE):
         return _TapWord(text)
     kind, *parts = text.split(".")
-    spec = SITES.get(kind)
+    spec = TAP_KINDS.get(kind)
     if spec is None:
-        expected = f"some of {', '.join(SITES)}, or {MODULE}PATH"
+        expected = f"some of {', '.join(TAP_KINDS)}, or {MODULE}PATH"
         raise SpecError("--taps", expected=expected, found=text)
     layers = parse_layers(parts.pop(0), f"--taps {text}") if spec.layered and parts else None
     named = spec.per_head and parts and not parts[0].startswith("top")
@@ -258,14 +256,14 @@ def parse_tap_words(words: Iterable[str]) -> tuple[str, ...]:
     """
     found = {_parse_tap_word(text) for text in _split_words(words)}
     if not found:
-        raise SpecError("--taps", expected=f"some of {', '.join(SITES)}, or {MODULE}PATH", found="none")
+        raise SpecError("--taps", expected=f"some of {', '.join(TAP_KINDS)}, or {MODULE}PATH", found="none")
     for word in [word for word in found if word.kind == "logits"]:
         found |= {_TapWord("loss"), _TapWord("logits_ids", top=word.top)}
     found |= {word._replace(kind="pattern_ids") for word in found if word.kind == "pattern"}
     return tuple(str(word) for word in sorted(found, key=lambda word: word.order))
 
 
-def tap_kinds(taps: Iterable[str]) -> tuple[Site, ...]:
+def tap_kinds(taps: Iterable[str]) -> tuple[str, ...]:
     """Return the kinds of these words of ``--taps``, each once, in their order."""
     return tuple(dict.fromkeys(_parse_tap_word(text).kind for text in taps))
 
@@ -293,7 +291,7 @@ def select_taps(
     every = range(n_layers) if layers is None else layers
     found: set[Tap] = set()
     for word in words:
-        spec = SITES.get(word.kind, _MODULE)
+        spec = TAP_KINDS.get(word.kind, _MODULE)
         chosen = (word.layers or every) if spec.layered else (None,)
         own = (word.heads or heads) if spec.per_head else None
         count = word.top or (attention_top if spec.layered else top) if "top" in spec.shape else None
@@ -307,7 +305,7 @@ def select_taps(
 
 def with_gradients(taps: Sequence[Tap]) -> tuple[Tap, ...]:
     """Return the taps, and behind them the gradient of each tap that the model computes with."""
-    found = [replace(tap, gradient=True) for tap in taps if tap.spec is not None and tap.site not in REPORTED]
+    found = [replace(tap, gradient=True) for tap in taps if tap.spec is not None and tap.kind not in REPORTED]
     if not found:
         raise SpecError(
             "--gradients loss", expected="taps that the model computes with", found=" ".join(map(str, taps))
@@ -326,8 +324,8 @@ def _check_layers(words: Sequence[_TapWord], layers: Sequence[int] | None, n_lay
 def _stored_order(tap: Tap) -> tuple[Any, ...]:
     """Return the sort key of tensors in a shard: four-byte values, the embedding, layer by layer, then the rest."""
     spec = tap.spec or _MODULE
-    stage = 0 if spec.dtype else 2 if spec.layered else 1 if tap.site == "embed" else 3
-    return stage, tap.layer or 0, *_TapWord(tap.site, heads=tap.heads, top=tap.top).order
+    stage = 0 if spec.dtype else 2 if spec.layered else 1 if tap.kind == "embed" else 3
+    return stage, tap.layer or 0, *_TapWord(tap.kind, heads=tap.heads, top=tap.top).order
 
 
 _NEEDS = {
@@ -341,15 +339,15 @@ def tap_rows(tap: Tap, sizes: Mapping[str, int], store_dtype: str) -> TapRows:
     """Return the rows of a tap in a model whose layer has these sizes (0 for a size that it does not have)."""
     spec = tap.spec
     if spec is None:
-        raise SpecError("--taps", expected="--backend torch for a module's path", found=tap.site)
+        raise SpecError("--taps", expected="--backend torch for a module's path", found=tap.kind)
     shape = [{"1": 1, "top": tap.top or 0}.get(size, sizes.get(size, 0)) for size in spec.shape]
     if not shape[0]:
-        raise SpecError(f"--taps {tap.site}", expected=f"a model with {_NEEDS[spec.shape[0]]}", found=f"none at {tap}")
+        raise SpecError(f"--taps {tap.kind}", expected=f"a model with {_NEEDS[spec.shape[0]]}", found=f"none at {tap}")
     if spec.shape[0] == "top" and shape[0] > sizes["vocab"]:
         raise SpecError("--top-k", expected=f"at most the vocabulary's {sizes['vocab']}", found=shape[0])
     if tap.heads is not None:
         if tap.heads[-1] >= shape[0]:
-            has = f"heads 0 to {shape[0] - 1} (the model's {tap.site} has {shape[0]})"
+            has = f"heads 0 to {shape[0] - 1} (the model's {tap.kind} has {shape[0]})"
             raise SpecError("--heads", expected=has, found=layers_text(tap.heads))
         shape[0] = len(tap.heads)
     return TapRows(str(tap), tuple(shape), tap.stored_as(store_dtype, math.prod(shape)))

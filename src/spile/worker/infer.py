@@ -48,7 +48,7 @@ def check_generation(spec: ExtractSpec) -> None:
         return
     if spec.data.prompt.pack:
         raise SpecError("--pack", expected="one prompt per sample", found="--pack, which joins documents")
-    refused = [site for site in tap_kinds(spec.taps) if site.startswith(MODULE) or head_needed((Tap(site),))]
+    refused = [kind for kind in tap_kinds(spec.taps) if kind.startswith(MODULE) or head_needed((Tap(kind),))]
     if refused:
         raise SpecError(
             "--taps",

@@ -173,7 +173,7 @@ def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
 
 def check_editable(tap: Tap, config: ModelConfig, flag: str) -> int:
     """Return the width of a tap that is to be edited; refuse one that the model does not have or does not read."""
-    if tap.spec is None or tap.site in REPORTED:
+    if tap.spec is None or tap.kind in REPORTED:
         raise SpecError(flag, expected="a tap that the model computes with, such as residual.12", found=str(tap))
     if tap.layer is not None and tap.layer >= config.n_layers:
         raise SpecError(flag, expected=f"layers 0 to {config.n_layers - 1} of the model", found=str(tap))
@@ -415,7 +415,7 @@ def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
         raise SpecError("--gradients loss", expected="spile extract", found="spile infer", fix="extract the answers")
     if spec.steer and spec.backend == "torch":
         raise SpecError("--steer", expected="a model that runs in JAX", found="--backend torch")
-    at_end = [word for word in spec.steer if Steer.parse(word).tap.site == "final_norm"]
+    at_end = [word for word in spec.steer if Steer.parse(word).tap.kind == "final_norm"]
     if at_end and spec.generation is not None:
         raise SpecError(f"--steer {at_end[0]}", expected="a tap before the final norm", found="final_norm")
     return read_steering(spec.steer, config)

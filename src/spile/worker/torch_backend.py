@@ -69,14 +69,14 @@ def _text_model(model: Any) -> tuple[Any, Sequence[Any]]:
 
 def find_place(model: Any, layers: Sequence[Any], tap: Tap) -> Place:
     """Return where a tap is hooked; the error says how to name the module instead."""
-    if tap.site.startswith(MODULE):
-        return _named(model, tap.site.removeprefix(MODULE))
-    finder = _FINDERS.get(tap.site)
+    if tap.kind.startswith(MODULE):
+        return _named(model, tap.kind.removeprefix(MODULE))
+    finder = _FINDERS.get(tap.kind)
     layer = None if tap.layer is None else layers[tap.layer]
     place = None if finder is None else finder(model, layer)
     if place is None:
         raise SpecError(
-            f"--taps {tap.site}",
+            f"--taps {tap.kind}",
             expected=f"a tap that {type(model).__name__} has",
             found=f"none for {tap}",
             fix=f"name the module, such as --taps {MODULE}{_example(model, tap.layer)}",
@@ -161,16 +161,16 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _heads(site: str, model: Any, layer: Any) -> Place | None:
+def _heads(kind: str, model: Any, layer: Any) -> Place | None:
     """Find queries, keys or values, whether their matrices are separate or fused."""
     attention = _attention(layer)
-    own = _child(attention, _SEPARATE[site])
+    own = _child(attention, _SEPARATE[kind])
     if own is not None:
         return Place(own, "output")
     fused = _child(attention, _FUSED)
     if fused is None:
         return None
-    config, place = text_config(model.config), "qkv".index(site)
+    config, place = text_config(model.config), "qkv".index(kind)
     heads, head_dim = config.num_attention_heads, _head_dim(config)
     keys = getattr(config, "num_key_value_heads", None) or heads
     sizes = [heads * head_dim, keys * head_dim, keys * head_dim]
@@ -214,12 +214,12 @@ class Hooks:
     def __init__(self, model: Any, taps: Sequence[Tap]) -> None:
         self.model, self.taps = model, tuple(taps)
         layers = find_layers(model)
-        headless = [str(tap) for tap in taps if tap.site in _OF_LOGITS and model.get_output_embeddings() is None]
+        headless = [str(tap) for tap in taps if tap.kind in _OF_LOGITS and model.get_output_embeddings() is None]
         if headless:
             raise SpecError(
                 "--taps", expected="taps of a model without an LM head", found=", ".join(headless), fix="leave them out"
             )
-        self._places = {tap: find_place(model, layers, tap) for tap in taps if tap.site not in _OF_LOGITS}
+        self._places = {tap: find_place(model, layers, tap) for tap in taps if tap.kind not in _OF_LOGITS}
         number = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
         number[id(model.get_input_embeddings())] = -1
         last = max((number.get(id(place.module), len(layers)) for place in self._places.values()), default=-1)
@@ -253,8 +253,8 @@ class Hooks:
     def run(self, tokens: Any, mask: Any) -> Mapping[Tap, Any]:
         """Run padded rows up to the last layer that a tap needs; return the values of every tap."""
         kept: dict[Tap, Any] = {}
-        needs_logits = any(tap.site in _OF_LOGITS for tap in self.taps)
-        needs_head = needs_logits or any(tap.site == "final_norm" for tap in self.taps)
+        needs_logits = any(tap.kind in _OF_LOGITS for tap in self.taps)
+        needs_head = needs_logits or any(tap.kind == "final_norm" for tap in self.taps)
         with inference_on(self.model), self.capture(kept.__setitem__, stop_early=True):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
@@ -322,15 +322,15 @@ def _of_logits(logits: Any, tokens: Any, mask: Any, taps: Sequence[Tap]) -> dict
 
     found: dict[Tap, Any] = {}
     for tap in taps:
-        if tap.site == "loss":
+        if tap.kind == "loss":
             given, following = logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].to(logits.device)
             loss = cross_entropy(given, following.flatten(), reduction="none").reshape(following.shape)
             if mask is not None:
                 loss = loss.masked_fill(mask[:, 1:].to(logits.device) == 0, 0)
             found[tap] = pad(loss, (0, 1))
-        elif tap.site in _OF_LOGITS:
+        elif tap.kind in _OF_LOGITS:
             top = logits.topk(tap.top, dim=-1)
-            found[tap] = top.values if tap.site == "logits" else top.indices
+            found[tap] = top.values if tap.kind == "logits" else top.indices
     return found
 
 

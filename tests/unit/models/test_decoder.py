@@ -14,11 +14,13 @@ import pytest
 from spile.models import params
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import forward, layers_needed
-from spile.spec.taps import SITES, Tap, select_taps
+from spile.spec.taps import TAP_KINDS, Tap, select_taps
 from spile_fakes import random_weights
 
 CONFIG = ModelConfig("qwen2", 32, 4, 4, 2, 8, 32, 32, qkv_bias=True)
-DENSE = tuple(site for site, spec in SITES.items() if spec.layered and site not in ("router", "pattern", "pattern_ids"))
+DENSE = tuple(
+    kind for kind, spec in TAP_KINDS.items() if spec.layered and kind not in ("router", "pattern", "pattern_ids")
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)), jnp.int32)
 PARAMS = random_weights.random(CONFIG, jax.random.key(0))
 
@@ -79,7 +81,7 @@ def test_the_profilers_names_are_the_taps() -> None:
     lowered = jax.jit(lambda p, t: forward(p, t, config=CONFIG, taps=taps)).lower(PARAMS, TOKENS)
     text = lowered.compile().as_text()
     names = set(re.findall(r"(layer\.\d)/jit\(\w+\)/(residual|attn|mlp)", text))
-    assert {(f"layer.{layer}", site) for site in ("attn", "mlp") for layer in range(4)} <= names
+    assert {(f"layer.{layer}", kind) for kind in ("attn", "mlp") for layer in range(4)} <= names
 
 
 def test_shapes_are_checked_in_tests() -> None:

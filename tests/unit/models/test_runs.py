@@ -86,7 +86,7 @@ def test_runs_are_all_layers_in_order_and_their_turns_are_alike(data: st.DataObj
     assert sorted(number for group in groups for number in group) == list(range(len(taps)))
     for group in groups:
         members = [taps[number] for number in group]
-        assert len({tap.site for tap in members}) == 1
+        assert len({tap.kind for tap in members}) == 1
         assert [tap.layer for tap in members] == sorted(tap.layer or 0 for tap in members)
         assert len(group) in {1, *(run.steps for run in runs if members[0].layer in range(run.first, run.stop))}
 
@@ -104,9 +104,9 @@ def test_runs_are_all_layers_in_order_and_their_turns_are_alike(data: st.DataObj
 )
 def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[int, ...] | None) -> None:
     config = CONFIGS[name]
-    sites = ("residual", "attn", "z", "embed", "final_norm")
+    kinds = ("residual", "attn", "z", "embed", "final_norm")
     taps = tuple(
-        tap for tap in select_taps(sites, layers, config.n_layers) if tap.site != "final_norm" or layers is None
+        tap for tap in select_taps(kinds, layers, config.n_layers) if tap.kind != "final_norm" or layers is None
     )
     taps += tuple(Tap("k", layer, (1,)) for layer in (layers or range(config.n_layers)))
     taps = tuple(np.random.default_rng(1).permutation(np.array(taps, dtype=object)))

@@ -13,7 +13,7 @@ def test_a_tap_is_written_as_site_and_layer():
 
 @pytest.mark.parametrize("text", ["residual", "resid.3", "mlp.-1", "mlp.x", ""])
 def test_what_is_no_tap_is_refused(text):
-    with pytest.raises(SpecError, match=r"expected SITE\.LAYER such as residual\.12, found"):
+    with pytest.raises(SpecError, match=r"expected KIND\.LAYER such as residual\.12, found"):
         Tap.parse(text)
 
 

@@ -271,7 +271,7 @@ def test_garbage_of_an_addition(with_added: Path) -> None:
     [
         (["--add-taps", "mlp.1"], "--add-taps and --to: expected both"),
         (["--to", "x"], "--add-taps and --to: expected both"),
-        (["--add-taps", "mlp", "--to", "x"], "not a tap: expected SITE.LAYER such as residual.12"),
+        (["--add-taps", "mlp", "--to", "x"], "not a tap: expected KIND.LAYER such as residual.12"),
         (["--add-taps", "mlp.1", "--to", "x", "--layers", "3"], "--layers cannot be used with --add-taps"),
         (["--add-taps", "mlp.1", "--to", "x", "--dataset", "y"], "--dataset cannot be used with --add-taps"),
         (["--add-taps", "mlp.1", "--to", "/nowhere/at/all"], "no dataset at /nowhere/at/all"),

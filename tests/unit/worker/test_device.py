@@ -117,10 +117,10 @@ def test_only_the_selected_rows_leave_the_device(producer: DeviceProducer, param
     some.close()
 
 
-@pytest.mark.parametrize("sites", [pytest.param(("residual",), marks=pytest.mark.slow), ("mlp", "residual")])
-def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("kinds", [pytest.param(("residual",), marks=pytest.mark.slow), ("mlp", "residual")])
+def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(kinds: tuple[str, ...]) -> None:
     count = FILES.config.n_layers
-    taps = tuple(reversed(select_taps(sites, None, count)))  # the run's order is not the taps'
+    taps = tuple(reversed(select_taps(kinds, None, count)))  # the run's order is not the taps'
     runs = layer_runs(FILES.config, taps, count, 99)
     assert runs == (LayerRun(0, 1, count),)
 
@@ -138,7 +138,7 @@ def test_layers_in_a_scan_give_the_same_rows_each_to_its_tap(sites: tuple[str, .
         assert [block.group for block in one] == [0]
         np.testing.assert_allclose(one[0].rows[:15], other[0].rows[:15], rtol=1e-5, atol=1e-5, err_msg=str(tap))
     broken = made(runs, float("inf"))
-    with pytest.raises(Failure, match=f"NaN or infinity at {', '.join(map(str, taps[: len(sites)]))}: expected finite"):
+    with pytest.raises(Failure, match=f"NaN or infinity at {', '.join(map(str, taps[: len(kinds)]))}: expected finite"):
         broken.fetch(broken.start(BATCH))
 
 

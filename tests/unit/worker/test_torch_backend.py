@@ -102,8 +102,8 @@ def test_an_unknown_family_is_stored_resumed_and_proven(opt: str, tmp_path: Path
 
 
 def test_the_same_rows_as_jax(tmp_path: Path) -> None:
-    sites = ["residual", "attn", "mlp", "embed", "resid_pre", "resid_mid", "attn_in", "mlp_in", "mlp_hidden", "q", "k"]
-    given = spec("embedded", tmp_path / "jax", 3, taps=[*sites, "v", "z", "final_norm", "logits"], heads=(0, 1))
+    kinds = ["residual", "attn", "mlp", "embed", "resid_pre", "resid_mid", "attn_in", "mlp_in", "mlp_hidden", "q", "k"]
+    given = spec("embedded", tmp_path / "jax", 3, taps=[*kinds, "v", "z", "final_norm", "logits"], heads=(0, 1))
     run_stream(given)
     run_stream(replace(given, output=str(tmp_path / "torch"), backend="torch"))
     ours, theirs = rows(tmp_path / "jax"), rows(tmp_path / "torch")

@@ -210,11 +210,11 @@ def test_the_parts_of_an_encoder_layer_add_up(tmp_path: Path) -> None:
     from spile.worker.torch_backend import Hooks
 
     tokens = torch.arange(3, 12)[None]
-    sites = ("resid_pre", "attn", "resid_mid", "mlp", "residual")
+    kinds = ("resid_pre", "attn", "resid_mid", "mlp", "residual")
     for name in ("esm", "modernbert", "bert"):
         model = load(name, tmp_path / name)
-        found = Hooks(model, [Tap(site, 1) for site in sites]).run(tokens, torch.ones_like(tokens))
-        before, attention, middle, mlp, after = (found[Tap(site, 1)] for site in sites)
+        found = Hooks(model, [Tap(kind, 1) for kind in kinds]).run(tokens, torch.ones_like(tokens))
+        before, attention, middle, mlp, after = (found[Tap(kind, 1)] for kind in kinds)
         added, again = before + attention, middle + mlp
         if name == "bert":  # its norms come after the sums
             layer = model.encoder.layer[1]

@@ -25,7 +25,7 @@ _BATCH = 512
 _CONTEXT = 16  # the tokens before and after the strongest one
 _FILES = {"sae_weights.safetensors": "SAELens", "sae.safetensors": "sparsify"}
 _KINDS = ("standard", "standard_transcoder", "topk", "batchtopk", "jumprelu", "matryoshka_batchtopk")
-_SITES = {hook: site for site, hook in HOOKS.items()}
+_KIND_OF_HOOK = {hook: kind for kind, hook in HOOKS.items()}
 
 _Array = npt.NDArray[Any]
 
@@ -126,7 +126,7 @@ def _tap_of_hook(hook: str) -> str | None:
         return None
     if parts[2] == "hook_resid_pre":
         return f"residual.{int(parts[1]) - 1}" if int(parts[1]) else None
-    return f"{_SITES[parts[2]]}.{parts[1]}" if parts[2] in _SITES else None
+    return f"{_KIND_OF_HOOK[parts[2]]}.{parts[1]}" if parts[2] in _KIND_OF_HOOK else None
 
 
 def _tensors(path: Path) -> dict[str, _Array]:
