@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spile.models.attention import ATTENTIONS, Scoring
+from spile.models.attention import ATTENTIONS, AttentionOptions
 
 SHAPES = {
     "small: 8 heads, 2 for keys, of 32": (8, 2, 32),
@@ -35,7 +35,7 @@ def inputs(heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
 def with_jax(name: str, arrays: list[np.ndarray]) -> Callable[[], Any]:
     """Return one implementation, compiled."""
     segments = jnp.asarray(np.repeat([[1, 2]], _TOKENS // _ROW, 0).repeat(_ROW // 2, 1), jnp.int32)
-    attend = jax.jit(lambda q, k, v, segments: ATTENTIONS[name](q, k, v, segments, Scoring()))
+    attend = jax.jit(lambda q, k, v, segments: ATTENTIONS[name](q, k, v, segments, AttentionOptions()))
     values = [jnp.asarray(array) for array in arrays]
     return lambda: attend(*values, segments).block_until_ready()
 

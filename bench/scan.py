@@ -25,7 +25,7 @@ from bench.shapes import _COMMON, SHAPES
 from spile.models.attention import choose
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
-from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, stacked
+from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, param_shapes, stack_layers
 from spile.planning.machines import parse_machine
 from spile.planning.tpu_compiler import _topology_devices
 from spile.spec.sample import Sample
@@ -55,7 +55,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
     place = MeshPlan(config, *shape).place(mesh)
     known = {"unrolled": one_run_per_layer(layers), "scan": choose_runs(config, taps, layers, itemsize)}
     runs = known[way]
-    params = placed(config, dtype, runs, place)
+    params = param_shapes(config, dtype, runs, place)
     if devices is None:
         params = together(random(config, jax.random.key(0), dtype, layers, place), params, runs)
     return DeviceProducer(
@@ -72,7 +72,7 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
 
 def together(params: Params, shapes: Params, runs: tuple[LayerRun, ...]) -> Params:
     """Return the weights as the loader would return them."""
-    joined = stacked(params, runs, jnp.stack)
+    joined = stack_layers(params, runs, jnp.stack)
     placed_there: Params = jax.tree.map(lambda array, shape: jax.device_put(array, shape.sharding), joined, shapes)
     return placed_there
 

@@ -47,7 +47,7 @@ from spile.hosts.run import Session
 from spile.models.adapters import find_adapter
 from spile.models.model_files import describe, find, read_index
 from spile.models.safetensors_files import read_header
-from spile.models.weights import catalogue
+from spile.models.weights import locate_tensors
 from spile.objects import open_folder
 from spile.objects.clouds import GoogleBucket, parse_uploads
 from spile.objects.crc import crc32c
@@ -383,7 +383,7 @@ class Targets:
         length = int.from_bytes(valid[:8], "little")
 
         def load() -> None:
-            for piece in catalogue(find(str(folder))).values():
+            for piece in locate_tensors(find(str(folder))).values():
                 piece.read(LocalFolder(folder))
 
         def read(data: bytes) -> None:
@@ -404,7 +404,7 @@ class Targets:
         def read(data: bytes) -> None:
             (place / "adapter_config.json").write_bytes(data)
             with_ours(lambda: find_adapter(str(place)).changes(shapes))
-            with_ours(lambda: find(str(folder)).adapted(find_adapter(str(place))))
+            with_ours(lambda: find(str(folder)).with_adapter(find_adapter(str(place))))
 
         return ((place / "adapter_config.json").read_bytes(),), read
 
@@ -421,7 +421,7 @@ class Targets:
             for form in (len(data).to_bytes(8, "little") + data + valid[8 + length :], data):
                 replace_file(file, form)
                 with_ours(lambda: find_adapter(str(place)).changes(shapes))
-                with_ours(lambda: find(str(self._embedded)).adapted(find_adapter(str(place))))
+                with_ours(lambda: find(str(self._embedded)).with_adapter(find_adapter(str(place))))
 
         return (valid[8 : 8 + length], valid), read
 

@@ -16,7 +16,7 @@ from numerics.test_against_transformers import TOLERANCE, load, rms, run, worst
 from numerics.test_packed_rows import LENGTH, of_piece, packed, ragged
 from spile.models import attention
 from spile.models.decoder import forward
-from spile.models.params import choose_runs, stacked, tap_groups
+from spile.models.params import choose_runs, stack_layers, tap_groups
 
 _LEFT_OUT = ("logits_ids", "loss")
 """Names of tokens, of which near ones are as wrong as others, and small differences of large numbers. In float32, with
@@ -60,7 +60,7 @@ def test_packed_rows_in_bfloat16(case: str, tmp_path: Path) -> None:
     taps = cases.taps(case)
     runs = choose_runs(config, taps, config.n_layers, 2)
     step = jax.jit(functools.partial(forward, config=config, taps=taps, attention=chosen, runs=runs))
-    for group, kept in zip(tap_groups(taps, runs), step(stacked(params, runs, jnp.stack), *rows), strict=True):
+    for group, kept in zip(tap_groups(taps, runs), step(stack_layers(params, runs, jnp.stack), *rows), strict=True):
         for number, value in zip(group, kept if len(group) > 1 else [kept], strict=True):
             tap, values = taps[number], np.asarray(value.astype(jnp.float32))
             whole = golden[str(tap)]
@@ -83,9 +83,9 @@ def test_cudnn_equals_xla(shape: tuple[int, int, int, int], window: int | None, 
     sizes = [(2, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     q, k, v = (jnp.asarray(draw.standard_normal(size), jnp.bfloat16) for size in sizes)
     ids = np.sort(draw.integers(1, 6, (2, length))).astype(np.int32) if several else np.ones((2, length), np.int32)
-    how = attention.Scoring(window)
-    found = jax.jit(functools.partial(attention.cudnn, how=how))(q, k, v, ids).astype(jnp.float32)
+    options = attention.AttentionOptions(window)
+    found = jax.jit(functools.partial(attention.cudnn, options=options))(q, k, v, ids).astype(jnp.float32)
     # on the CPU: a float32 product of each chunk's shape takes the GPU's compiler longer than the test is worth
     wide = jax.device_put([x.astype(jnp.float32) for x in (q, k, v)], jax.devices("cpu")[0])
-    exact = jax.device_put(jax.jit(functools.partial(attention.xla, how=how))(*wide, ids), jax.devices()[0])
+    exact = jax.device_put(jax.jit(functools.partial(attention.xla, options=options))(*wide, ids), jax.devices()[0])
     assert float(jnp.max(jnp.abs(found - exact))) < 0.03

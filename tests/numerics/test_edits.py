@@ -17,7 +17,7 @@ from numerics import cases
 from spile.models import model_files, weights
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import Steering, forward
-from spile.models.params import Params, layer_runs, stacked
+from spile.models.params import Params, layer_runs, stack_layers
 from spile.spec.taps import Tap, tap_rows, with_gradients
 from spile_fakes.random_weights import random
 
@@ -154,7 +154,7 @@ def test_steered_scans_and_packed_rows_equal_single_layers_and_samples() -> None
     steering = Steering(edits, ("add", "ablate", "zero", "patch"), tuple(vectors))
     samples, rows = packed("gemma2")
     single = replace(params, steering=steering)
-    joined = replace(stacked(params, runs, lambda leaves: jnp.stack(leaves)), steering=steering)
+    joined = replace(stack_layers(params, runs, lambda leaves: jnp.stack(leaves)), steering=steering)
     plain, alone, scanned = (
         np.stack([np.asarray(x)[0] for x in _flat(run(tree, rows, config, taps, **more))])
         for tree, more in ((params, {}), (single, {}), (joined, {"runs": runs}))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numerics import cases
 from numerics.test_against_transformers import load
 from spile.models.decoder import forward
-from spile.models.experts import MIXTURES, Matrices, route
+from spile.models.experts import MIXTURES, ExpertWeights, route
 from spile.spec.taps import Tap
 
 MOE = ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.slow), "qwen3-moe-mixed"]
@@ -84,7 +84,7 @@ def test_no_token_is_dropped(name: str, data: st.DataObject) -> None:
     weights = draw.random((1, tokens, per_token), np.float32)
     shapes = ((count, 6, width), (count, 6, width), (count, width, 6))
     gate, up, down = (draw.standard_normal(shape, np.float32) for shape in shapes)
-    found = mixing(name)(x, chosen, weights, Matrices(gate, up, down))
+    found = mixing(name)(x, chosen, weights, ExpertWeights(gate, up, down))
     for token in range(tokens):
         parts = []
         for expert, weight in zip(chosen[0, token], weights[0, token], strict=True):

@@ -52,7 +52,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), about).eval()
     theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    files = model_files.find(str(model)).adapted(find_adapter(str(tmp_path / "adapter")))
+    files = model_files.find(str(model)).with_adapter(find_adapter(str(tmp_path / "adapter")))
     tokens = torch.arange(7)[None]
     ours = load_model(files, "float32")
     with torch.no_grad():

@@ -20,7 +20,7 @@ from spile.objects.local import LocalFolder
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-_WHOLE_LAYERS = "if PEFT saved embedding layers too, save the adapter again with save_embedding_layers=False"
+_SAVE_AGAIN = "if PEFT saved embedding layers too, save the adapter again with save_embedding_layers=False"
 _LARGEST_ALPHA = 1e6
 _HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config",
@@ -38,13 +38,13 @@ class LoraChange:
     down: Values
     up: Values
     scale: float
-    turned: bool
+    transposed: bool
     """Whether the file stores the matrix as ``[in, out]``."""
 
     def __call__(self, values: Values) -> Values:
         """Return the sum in float32, so that it is rounded once."""
         change = self.scale * (self.up.astype(np.float32) @ self.down.astype(np.float32))
-        merged: Values = values.astype(np.float32) + (change.T if self.turned else change)
+        merged: Values = values.astype(np.float32) + (change.T if self.transposed else change)
         return merged
 
 
@@ -55,7 +55,7 @@ class Adapter:
     name: str
     folder: Path
     alpha: float
-    root_scaled: bool
+    rank_stabilized: bool
     """Whether the scale is alpha / √r instead of alpha / r."""
 
     def digest(self) -> str:
@@ -81,7 +81,7 @@ class Adapter:
                 raise ModelError(
                     f"the adapter {self.name} has a tensor that is not part of a LoRA",
                     found=entry.name,
-                    fix=_WHOLE_LAYERS,
+                    fix=_SAVE_AGAIN,
                 )
             if entry.code not in DTYPES or len(entry.shape) != 2 or 0 in entry.shape:
                 raise ModelError(
@@ -99,16 +99,16 @@ class Adapter:
         names = (f"{module}.weight", f"{module.partition('.')[2]}.weight")
         name = next((each for each in names if each in entries), None)
         down, up = pair["A"], pair["B"]
-        plain, turned = (up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])
-        if name is None or entries[name] not in (plain, turned) or up.shape[1] != down.shape[0]:
+        plain, transposed = (up.shape[0], down.shape[1]), (down.shape[1], up.shape[0])
+        if name is None or entries[name] not in (plain, transposed) or up.shape[1] != down.shape[0]:
             raise ModelError(
                 f"the adapter {self.name} is not for this model",
                 expected=f"a tensor {module}.weight of shape {plain}",
                 found="none" if name is None else f"{entries[name]}",
             )
         rank = down.shape[0]
-        scale = self.alpha / (math.sqrt(rank) if self.root_scaled else rank)
-        return name, LoraChange(down, up, scale, turned=entries[name] != plain)
+        scale = self.alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+        return name, LoraChange(down, up, scale, transposed=entries[name] != plain)
 
 
 def find_adapter(name: str) -> Adapter:
@@ -123,14 +123,14 @@ def find_adapter(name: str) -> Adapter:
         raise ModelError(f"no adapter in {name}", expected=f"{_CONFIG} and {_TENSORS}", found=f"no {missing[0]}")
     with untrusted(ModelError, f"{_CONFIG} of {name} is not JSON"):
         raw = json.loads((folder / _CONFIG).read_bytes())
-    _refuse(name, raw)
+    _check_config(name, raw)
     alpha = raw.get("lora_alpha", 8)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise ModelError(f"{_CONFIG}'s lora_alpha", expected="a number", found=repr(alpha))
     return Adapter(name, folder, float(alpha), bool(raw.get("use_rslora")))
 
 
-def _refuse(name: str, raw: Any) -> None:
+def _check_config(name: str, raw: Any) -> None:
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         kind = raw.get("peft_type") if isinstance(raw, dict) else raw
         raise ModelError(f"the adapter {name}", expected="a LoRA (peft_type LORA)", found=repr(kind))

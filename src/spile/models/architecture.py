@@ -159,7 +159,7 @@ class ModelConfig:
             "vocab": self.vocab_size,
         }
 
-    def meaning(self) -> dict[str, Any]:
+    def hashed_fields(self) -> dict[str, Any]:
         """Return everything for a hash; options from ``norm`` on only if they differ from their default."""
         values = asdict(self)
         for rope in (values["rope"], values["local_rope"] or {}):

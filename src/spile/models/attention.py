@@ -27,7 +27,7 @@ Segments = Int[Array, "rows seq"]
 Sinks = Float[Array, " heads"] | None
 
 
-class Scoring(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The options of attention in one layer."""
 
     window: int | None = None
@@ -40,7 +40,7 @@ class Scoring(NamedTuple):
     """How many of the largest weights of each token and head are reported."""
 
 
-Attention = Callable[[Array, Array, Array, Array, Scoring], Array]
+Attention = Callable[[Array, Array, Array, Array, AttentionOptions], Array]
 """Returns softmax(q·k / √head_dim)·v: takes queries, keys, values, segments and options."""
 
 
@@ -57,11 +57,11 @@ def _chunk(length: int) -> int:
     return min(length, max(256, min(1024, -(-length // 8))))
 
 
-def xla(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
+def xla(q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions) -> Queries:
     """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
     chunks = [
-        masked_attention(q[:, queries], k[:, keys], v[:, keys], seen, how)
-        for queries, keys, seen in _chunks(segments, how.window)
+        masked_attention(q[:, queries], k[:, keys], v[:, keys], mask, options)
+        for queries, keys, mask in _chunks(segments, options.window)
     ]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
 
@@ -74,18 +74,18 @@ def _chunks(segments: Segments, window: int | None) -> Iterator[tuple[slice, sli
         stop = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
         ahead = np.arange(start, stop)[:, None] - np.arange(first, stop)[None, :]
-        seen = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
-        seen &= segments[:, start:stop, None] == segments[:, None, first:stop]
-        yield slice(start, stop), slice(first, stop), seen
+        mask = jnp.asarray((ahead >= 0) if window is None else (ahead >= 0) & (ahead < window))[None]
+        mask &= segments[:, start:stop, None] == segments[:, None, first:stop]
+        yield slice(start, stop), slice(first, stop), mask
 
 
 def largest_weights(
-    q: Queries, k: Keys, segments: Segments, how: Scoring
+    q: Queries, k: Keys, segments: Segments, options: AttentionOptions
 ) -> tuple[Float[Array, "rows seq heads top"], Int[Array, "rows seq heads top"]]:
-    """Return the ``how.top`` largest attention weights of each token and head, and their places in the batch row."""
+    """Return the ``options.top`` largest attention weights of each token and head, and their places in the row."""
     parts = []
-    for queries, keys, seen in _chunks(segments, how.window):
-        weights, places = masked_weights(q[:, queries], k[:, keys], seen, how)
+    for queries, keys, mask in _chunks(segments, options.window):
+        weights, places = masked_weights(q[:, queries], k[:, keys], mask, options)
         parts.append((weights, jnp.where(places < 0, -1, places + keys.start)))
     weights, places = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
     return weights, places
@@ -95,25 +95,25 @@ def masked_attention(
     q: Float[Array, "rows queries heads head_dim"],
     k: Float[Array, "rows keys kv_heads head_dim"],
     v: Float[Array, "rows keys kv_heads head_dim"],
-    seen: Bool[Array, "#rows queries keys"],
-    how: Scoring,
+    mask: Bool[Array, "#rows queries keys"],
+    options: AttentionOptions,
 ) -> Float[Array, "rows queries heads head_dim"]:
-    """Compute attention over the keys that ``seen`` marks for each query (at least one), with softmax in float32.
+    """Compute attention over the keys that ``mask`` marks for each query (at least one), with softmax in float32.
 
-    The window is part of ``seen``. Keys and values are not repeated for their groups of heads: the queries of a group
+    The window is part of ``mask``. Keys and values are not repeated for their groups of heads: the queries of a group
     are joined, so that each product is one product per key/value head. On a CPU that is two to three times as fast.
     """
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     shape = (rows, kv_heads, heads // kv_heads, length, head_dim)
-    weights, total = _softmax(q, k, seen, how)
+    weights, total = _softmax(q, k, mask, options)
     flat = (rows, kv_heads, heads // kv_heads * length, -1)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     out = product(weights.astype(q.dtype).reshape(flat), v.transpose(0, 2, 1, 3)).reshape(shape)
     return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
-def _softmax(q: Array, k: Array, seen: Array, how: Scoring) -> tuple[Array, Array]:
+def _softmax(q: Array, k: Array, mask: Array, options: AttentionOptions) -> tuple[Array, Array]:
     """Return the weights ``[rows, kv_heads, group, queries, keys]``, not yet divided by their sum, and the sum."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -121,10 +121,11 @@ def _softmax(q: Array, k: Array, seen: Array, how: Scoring) -> tuple[Array, Arra
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, heads // kv_heads * length, head_dim)
-    scores = scale_scores(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, how.softcap)
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    scores = scale_scores(product(grouped, k.transpose(0, 2, 3, 1)).reshape(shape), head_dim, options.softcap)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
-    sink = None if how.sinks is None else how.sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
+    sinks = None if options.sinks is None else options.sinks.astype(jnp.float32)
+    sink = None if sinks is None else sinks.reshape(1, kv_heads, heads // kv_heads, 1, 1)
     highest = highest if sink is None else jnp.maximum(highest, sink)
     weights = jnp.exp(scores - highest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -134,15 +135,15 @@ def _softmax(q: Array, k: Array, seen: Array, how: Scoring) -> tuple[Array, Arra
 def masked_weights(
     q: Float[Array, "rows queries heads head_dim"],
     k: Float[Array, "rows keys kv_heads head_dim"],
-    seen: Bool[Array, "#rows queries keys"],
-    how: Scoring,
+    mask: Bool[Array, "#rows queries keys"],
+    options: AttentionOptions,
 ) -> tuple[Float[Array, "rows queries heads top"], Int[Array, "rows queries heads top"]]:
     """Return the largest attention weights of each query and head, and the numbers of their keys; else 0 and -1."""
-    weights, total = _softmax(q, k, seen, how)
+    weights, total = _softmax(q, k, mask, options)
     rows, length, heads, _ = q.shape
-    found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(how.top, k.shape[1]))
+    found, keys = jax.lax.top_k((weights / total).reshape(rows, heads, length, -1), min(options.top, k.shape[1]))
     keys = jnp.where(found > 0, keys.astype(jnp.int32), -1)
-    more = [(0, 0), (0, 0), (0, 0), (0, how.top - found.shape[-1])]
+    more = [(0, 0), (0, 0), (0, 0), (0, options.top - found.shape[-1])]
     found, keys = jnp.pad(found, more), jnp.pad(keys, more, constant_values=-1)
     return found.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3)
 
@@ -157,19 +158,19 @@ def softcap(x: Array, cap: float | None) -> Array:
     return x if cap is None else jnp.tanh(x / jnp.asarray(cap, x.dtype)) * jnp.asarray(cap, x.dtype)
 
 
-def cudnn_masked(q: Array, k: Array, v: Array, seen: Array, how: Scoring) -> Array:
+def cudnn_masked(q: Array, k: Array, v: Array, mask: Array, options: AttentionOptions) -> Array:
     """Compute :func:`masked_attention` with the fused kernel of cuDNN, which has neither a soft cap nor sinks."""
-    _refuse_options("cuDNN", how.softcap, how.sinks)
-    return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
+    _refuse_options("cuDNN", options.softcap, options.sinks)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation="cudnn")
 
 
 _KEYS = 256
 """Keys per block. A block has half as many queries, so that its scores stay in a core's cache."""
-_NOTHING_YET, _UNSEEN = np.float32(-1e29), np.float32(-1e30)
+_INITIAL_MAXIMUM, _MASKED_SCORE = np.float32(-1e29), np.float32(-1e30)
 """The initial maximum, and the score of a masked key: far below the maximum, but finite."""
 
 
-def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
+def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions) -> Queries:
     """Compute attention on a CPU, one block of scores at a time.
 
     A chunk of queries starts at the block in which its first segment begins, so a packed row costs as much as its
@@ -180,7 +181,7 @@ def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Q
     rows, length, heads, head_dim = q.shape
     kv_heads, size = k.shape[2], min(_KEYS, -(-length // 64) * 64)
     more, half = -length % size, size // 2
-    first = _first_seen(segments, how.window)
+    first = _first_attended(segments, options.window)
     q, k, v = (jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)]) for x in (q, k, v))
     first = jnp.pad(first, [(0, 0), (0, more)], constant_values=length)
     chunks = (length + more) // half
@@ -188,11 +189,13 @@ def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Q
     queries = queries.transpose(0, 1, 3, 4, 2, 5).reshape(rows * chunks, kv_heads, -1, head_dim)
     keys = k.transpose(0, 2, 3, 1)
     values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).transpose(0, 2, 1, 3)
-    sink = None if how.sinks is None else jnp.repeat(how.sinks.astype(jnp.float32).reshape(kv_heads, -1), half, axis=1)
+    sinks = None if options.sinks is None else options.sinks.astype(jnp.float32)
+    sink = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, -1), half, axis=1)
 
     def chunk(one: tuple[Array, Array, Array]) -> Array:
         number, block, begin = one
-        return _attend(block, keys, values, number // chunks, number % chunks * half, begin, size, how.softcap, sink)
+        row, start = number // chunks, number % chunks * half
+        return _attend(block, keys, values, row, start, begin, size, options.softcap, sink)
 
     out = jax.lax.map(chunk, (jnp.arange(rows * chunks), queries, first.reshape(rows * chunks, half)))
     out = (
@@ -204,7 +207,7 @@ def blocked(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Q
     return whole[:, :length]
 
 
-def _first_seen(segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
+def _first_attended(segments: Segments, window: int | None) -> Int[Array, "rows seq"]:
     """Return the first position in its batch row that each token attends to."""
     place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], [(0, 0), (1, 0)], constant_values=True)
@@ -231,21 +234,21 @@ def _attend(
     def step(number: Array, so_far: tuple[Array, Array]) -> tuple[Array, Array]:
         highest, total = so_far
         at = number * size
-        seen_keys = jax.lax.dynamic_slice(keys, (row, 0, 0, at), (1, kv_heads, head_dim, size))[0]
-        seen_values = jax.lax.dynamic_slice(values, (row, 0, at, 0), (1, kv_heads, size, head_dim + 1))[0]
+        block_keys = jax.lax.dynamic_slice(keys, (row, 0, 0, at), (1, kv_heads, head_dim, size))[0]
+        block_values = jax.lax.dynamic_slice(values, (row, 0, at, 0), (1, kv_heads, size, head_dim + 1))[0]
         where = at + jnp.arange(size)
-        seen = (where[None] <= place[:, None]) & (where[None] >= first[:, None])
-        scores = scale_scores(product(block, seen_keys), head_dim, softcap)
-        scores = jnp.where(seen, scores.reshape(kv_heads, -1, len(first), size), _UNSEEN).reshape(scores.shape)
+        mask = (where[None] <= place[:, None]) & (where[None] >= first[:, None])
+        scores = scale_scores(product(block, block_keys), head_dim, softcap)
+        scores = jnp.where(mask, scores.reshape(kv_heads, -1, len(first), size), _MASKED_SCORE).reshape(scores.shape)
         higher = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher).astype(block.dtype)
-        return higher, total * jnp.exp(highest - higher) + product(weights, seen_values)
+        return higher, total * jnp.exp(highest - higher) + product(weights, block_values)
 
-    begun = jnp.full((kv_heads, count, 1), _NOTHING_YET), jnp.zeros((kv_heads, count, head_dim + 1), jnp.float32)
+    initial = jnp.full((kv_heads, count, 1), _INITIAL_MAXIMUM), jnp.zeros((kv_heads, count, head_dim + 1), jnp.float32)
     if sink is not None:  # a score with the weight 1 and no value
-        begun = sink[..., None], begun[1].at[..., -1].set(1.0)
+        initial = sink[..., None], initial[1].at[..., -1].set(1.0)
     blocks = jnp.min(first) // size, (start + len(first) + size - 1) // size
-    total = jax.lax.fori_loop(*blocks, step, begun)[1]
+    total = jax.lax.fori_loop(*blocks, step, initial)[1]
     # Only padding at the end of a batch row attends to nothing; its zeros stay zeros.
     out: Array = total[..., :-1] / jnp.maximum(total[..., -1:], np.finfo(np.float32).tiny)
     return out
@@ -256,30 +259,32 @@ def _refuse_options(kernel: str, softcap: float | None, sinks: Sinks) -> None:
         raise ValueError(f"{kernel}'s attention does not have this option: soft cap {softcap}, sinks {sinks}")
 
 
-def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring) -> Queries:
+def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions) -> Queries:
     """Compute attention with the fused kernel of cuDNN, for 16-bit floats on an NVIDIA GPU. Segments become a mask."""
-    _refuse_options("cuDNN", how.softcap, how.sinks)
-    seen = segments[:, None, :, None] == segments[:, None, None, :]
-    if how.window is not None:  # Some versions of the kernel do not take a window together with a mask.
+    _refuse_options("cuDNN", options.softcap, options.sinks)
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+    if options.window is not None:  # Some versions of the kernel do not take a window together with a mask.
         place = np.arange(q.shape[1])
-        seen &= jnp.asarray(place[:, None] - place[None, :] < how.window)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, mask=seen, implementation="cudnn")
+        mask &= jnp.asarray(place[:, None] - place[None, :] < options.window)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, mask=mask, implementation="cudnn")
 
 
 _LANES = 128
 
 
-def flash(q: Queries, k: Keys, v: Keys, segments: Segments, how: Scoring, *, interpret: bool = False) -> Queries:
+def flash(
+    q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions, *, interpret: bool = False
+) -> Queries:
     """Compute attention with the Pallas splash kernel for TPUs. The sequence is padded to whole blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    _refuse_options("splash", None, how.sinks)
+    _refuse_options("splash", None, options.sinks)
     length = q.shape[1]
     scale = jnp.asarray(q.shape[-1] ** -0.5, jnp.float32)  # The kernel does not scale scores.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     more = -length % _LANES
     q, k, v = (jnp.pad(x.transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (q, k, v))
-    kernel = _splash(q.shape[1], q.shape[2], how.window, how.softcap, interpret)
+    kernel = _splash(q.shape[1], q.shape[2], options.window, options.softcap, interpret)
     ids = jnp.pad(segments, [(0, 0), (0, more)])
     out: Array = jax.vmap(kernel)(q, k, v, SegmentIds(q=ids, kv=ids))
     return out[:, :, :length].transpose(0, 2, 1, 3)
@@ -313,20 +318,20 @@ def _splash(heads: int, length: int, window: int | None, softcap: float | None, 
 ATTENTIONS: Mapping[str, Attention] = {"xla": xla, "blocked": blocked, "cudnn": cudnn, "flash": flash}
 
 
-def over_mesh(name: str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
+def attention_over_mesh(name: str, mesh: Mesh, batch: str | tuple[str, ...], heads: str | None) -> Attention:
     """Run an implementation on each device's part, because the compiler cannot partition kernels.
 
     ``batch`` and ``heads`` name the mesh axes that those dimensions are spread over.
     """
     spec = PartitionSpec(batch, None, heads, None)
 
-    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring) -> Array:
+    def attend(q: Array, k: Array, v: Array, segments: Array, options: AttentionOptions) -> Array:
         def part(q: Array, k: Array, v: Array, segments: Array, sinks: Array | None) -> Array:
-            return ATTENTIONS[name](q, k, v, segments, how._replace(sinks=sinks))
+            return ATTENTIONS[name](q, k, v, segments, options._replace(sinks=sinks))
 
-        specs = (spec, spec, spec, PartitionSpec(batch, None), None if how.sinks is None else PartitionSpec(heads))
+        specs = (spec, spec, spec, PartitionSpec(batch, None), None if options.sinks is None else PartitionSpec(heads))
         spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
-        out: Array = spread(q, k, v, segments, how.sinks)
+        out: Array = spread(q, k, v, segments, options.sinks)
         return out
 
     return attend

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from spile.models import rope
 from spile.models.architecture import ModelConfig
-from spile.models.attention import ATTENTIONS, Attention, Scoring, largest_weights, precision, softcap
+from spile.models.attention import ATTENTIONS, Attention, AttentionOptions, largest_weights, precision, softcap
 from spile.models.experts import MIXTURES, Mixture, routed_mlp
 from spile.models.layers import Hidden, Hook, linear, mlp, norm, rms_norm
 from spile.models.params import Layer, LayerRun, Params, one_run_per_layer, tap_groups
@@ -153,7 +153,7 @@ def _steer(kind: SteerKind, value: Array, rows: Array, info: TokenInfo) -> Array
     return jnp.where((info.positions < len(value))[:, None], stored, wide).astype(rows.dtype)
 
 
-def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenInfo) -> list[tuple[Tap, _EditRows]]:
+def bind_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenInfo) -> list[tuple[Tap, _EditRows]]:
     """Return the edits of ``params.steering`` and further ones as functions of rows alone, in this order."""
     flat = TokenInfo(*(None if each is None else each.reshape(-1) for each in info))
     steering: Steering | None = params.steering
@@ -164,7 +164,7 @@ def bound_edits(params: Params, edits: Sequence[tuple[Tap, Edit]], info: TokenIn
     return [(tap, functools.partial(edit, info=flat)) for tap, edit in (*own, *edits)]
 
 
-def _edited(value: Array, kind: str, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
+def _apply_edits(value: Array, kind: str, edits: Sequence[tuple[Tap, _EditRows]]) -> Array:
     """Return a value after the edits of its kind; of values per head, an edit gets those of its tap side by side."""
     for tap, edit in edits:
         if tap.kind == kind:
@@ -177,7 +177,7 @@ def _edited(value: Array, kind: str, edits: Sequence[tuple[Tap, _EditRows]]) -> 
 
 
 class TapCollector:
-    """Edits the values of taps, and keeps those that are asked for, each passed through ``keep``."""
+    """Edits the values of taps, and keeps those that are requested, each passed through ``keep``."""
 
     def __init__(
         self, taps: tuple[Tap, ...] = (), keep: Keep = keep_unchanged, edits: Sequence[tuple[Tap, _EditRows]] = ()
@@ -187,7 +187,7 @@ class TapCollector:
 
     def hook(self, kind: str, value: Array) -> Array:
         """Edit and collect a value of the parts that the model has once."""
-        value = _edited(value, kind, self.edits_of(None))
+        value = _apply_edits(value, kind, self.edits_of(None))
         self.collect(None, kind, value)
         return value
 
@@ -198,14 +198,14 @@ class TapCollector:
         """Keep an edited value for the taps that ask for it."""
         for tap in self.taps:
             if (tap.kind, tap.layer) == (kind, layer) and tap not in self.kept:
-                self.kept[tap] = self.keep(tap, _row(value, tap))
+                self.kept[tap] = self.keep(tap, _as_rows(value, tap))
 
     def all(self) -> tuple[Any, ...]:
         """Return the values in the order of the taps."""
         return tuple(self.kept[tap] for tap in self.taps)
 
 
-def _row(value: Array, tap: Tap) -> Array:
+def _as_rows(value: Array, tap: Tap) -> Array:
     """Return a value as activation rows; of values per head, the selected heads side by side."""
     if tap.top is not None:
         value = value[..., : tap.top]
@@ -264,22 +264,25 @@ def forward(
     segments = jnp.zeros_like(tokens) if segments is None else segments
     info = TokenInfo(tokens, positions, _is_last(segments))
     plain = tuple(tap for tap in taps if not tap.gradient)
-    asked = tuple(tap for tap in taps if tap.gradient)
+    grad_taps = tuple(tap for tap in taps if tap.gradient)
 
     def compute(keep: Keep, more: Sequence[tuple[Tap, Edit]]) -> tuple[dict[Tap, Any], Array | None]:
-        collector = TapCollector(plain, keep, bound_edits(params, [*edits, *more], info))
-        x = hidden(params, info, segments, config, runs, attention, mixture, collector, remat=bool(asked))
+        collector = TapCollector(plain, keep, bind_edits(params, [*edits, *more], info))
+        x = residual_stream(params, info, segments, config, runs, attention, mixture, collector, remat=bool(grad_taps))
         if not head_needed(taps):
             return collector.kept, None
         return collector.kept, report_head_taps(x, tokens, segments, params, config, taps, collector.hook)
 
-    kept = compute(keep, ())[0] if not asked else _with_gradients(compute, asked, config, keep, params, info, segments)
+    if grad_taps:
+        kept = _with_gradients(compute, grad_taps, config, keep, params, info, segments)
+    else:
+        kept, _ = compute(keep, ())
     return tuple(kept[taps[group[0]]] for group in tap_groups(taps, runs))
 
 
 def _with_gradients(
     compute: Callable[[Keep, Sequence[tuple[Tap, Edit]]], tuple[dict[Tap, Any], Array | None]],
-    asked: Sequence[Tap],
+    grad_taps: Sequence[Tap],
     config: ModelConfig,
     keep: Keep,
     params: Params,
@@ -291,7 +294,7 @@ def _with_gradients(
 
     def total_loss(zeros: list[Array]) -> tuple[Array, tuple[Any, ...]]:
         """Return the sum of the mean loss of each sample; no sample has an effect on the loss of another one."""
-        more = [(tap, functools.partial(_steer, "add", each)) for tap, each in zip(asked, zeros, strict=True)]
+        more = [(tap, functools.partial(_steer, "add", each)) for tap, each in zip(grad_taps, zeros, strict=True)]
         found, loss = compute(lambda tap, x: keep(tap, jax.lax.stop_gradient(x)), more)
         if loss is None:
             raise ValueError("gradients without a loss")
@@ -299,15 +302,15 @@ def _with_gradients(
         predicted = jnp.maximum(rope.sample_lengths(info.positions, segments) - 1, 1).astype(jnp.float32)
         return jnp.sum(loss[..., 0] / predicted), tuple(found.values())
 
-    widths = [tap_rows(tap, config.sizes(tap.layer), "float32").width for tap in asked]
+    widths = [tap_rows(tap, config.sizes(tap.layer), "float32").width for tap in grad_taps]
     zeros = [jnp.zeros((info.ids.size, width), params.embed.dtype) for width in widths]
     gradients, values = jax.grad(total_loss, has_aux=True)(zeros)
     rows = (each.reshape(*info.ids.shape, -1) for each in gradients)
-    kept = {tap: keep(tap, each) for tap, each in zip(asked, rows, strict=True)}
+    kept = {tap: keep(tap, each) for tap, each in zip(grad_taps, rows, strict=True)}
     return dict(zip(kept_taps, values, strict=True)) | kept
 
 
-def hidden(
+def residual_stream(
     params: Params,
     info: TokenInfo,
     segments: Int[Array, "rows seq"],
@@ -329,13 +332,15 @@ def hidden(
         angles = rope.per_layer(config, info.positions, lengths)
     compute = ATTENTIONS[attention] if isinstance(attention, str) else attention
 
-    def attend(q: Array, k: Array, v: Array, segments: Array, how: Scoring, hook: Hook) -> tuple[Array, None]:
-        if how.top:
-            weights, columns = largest_weights(q, k, segments, how)
+    def attend(
+        q: Array, k: Array, v: Array, segments: Array, options: AttentionOptions, hook: Hook
+    ) -> tuple[Array, None]:
+        if options.top:
+            weights, columns = largest_weights(q, k, segments, options)
             begins = info.positions - jnp.arange(q.shape[1], dtype=jnp.int32)  # a segment is one piece of its batch row
             hook("pattern", weights)
             hook("pattern_ids", jnp.where(columns < 0, -1, columns + begins[..., None, None]))
-        return compute(q, k, v, segments, how), None
+        return compute(q, k, v, segments, options), None
 
     length = info.ids.shape[1]
     windows = [None if window is None or window >= length else window for window in config.windows]
@@ -350,7 +355,7 @@ def hidden(
     return x
 
 
-AttendWith = Callable[[Array, Array, Array, Any, Scoring, Hook], tuple[Array, Any]]
+AttendWith = Callable[[Array, Array, Array, Any, AttentionOptions, Hook], tuple[Array, Any]]
 """The attention of any layer: takes rotated queries, rotated keys, values, a state, the layer's options and a function
 for taps; returns the output of the heads and the new state."""
 
@@ -392,15 +397,15 @@ class Layers:
             found: dict[str, Array] = {}
 
             def hook(kind: str, value: Array) -> Array:
-                value = _edited(value, kind, edits)
+                value = _apply_edits(value, kind, edits)
                 if kind in kinds:
                     found[kind] = value
                 return value
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 nonlocal state
-                how = Scoring(window, self._config.attention_softcap, layer.sinks, top)
-                out, state = self._attend(q, k, v, state, how, hook)
+                options = AttentionOptions(window, self._config.attention_softcap, layer.sinks, top)
+                out, state = self._attend(q, k, v, state, options, hook)
                 return out
 
             return block(x, layer, angles, self._config, attend, hook, self._mixture), state, found
@@ -412,17 +417,17 @@ def _scan(
     x: Hidden, run: LayerRun, weights: tuple[Layer, ...], layers: Layers, segments: Array, collector: TapCollector
 ) -> Hidden:
     """Compute a run of layers as a scan with one period per step. The taps of the first period stand for all."""
-    turn = tuple(tap for tap in collector.taps if tap.layer in range(run.first, run.first + run.period))
+    tapped = tuple(tap for tap in collector.taps if tap.layer in range(run.first, run.first + run.period))
 
     def step(x: Hidden, now: tuple[Array, tuple[Layer, ...]]) -> tuple[Hidden, tuple[Any, ...]]:
         number, weights = now
-        here = TapCollector(turn, collector.keep, _edits_of_step(collector.edits, run, number))
+        here = TapCollector(tapped, collector.keep, _edits_of_step(collector.edits, run, number))
         for index, layer in enumerate(weights, run.first):
             x, _ = layers.run(x, index, layer, segments, here)
         return x, here.all()
 
     x, kept = jax.lax.scan(step, x, (jnp.arange(run.steps, dtype=jnp.int32), weights))
-    collector.kept.update(zip(turn, kept, strict=True))
+    collector.kept.update(zip(tapped, kept, strict=True))
     return x
 
 

@@ -21,7 +21,7 @@ from spile.models.layers import Hidden, Hook, gate, linear
 from spile.models.params import Layer
 
 
-class Matrices(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts."""
 
     gate: Float[Array, "experts d_ff d_model"]
@@ -32,27 +32,27 @@ class Matrices(NamedTuple):
     down_bias: Float[Array, "experts d_model"] | None = None
 
 
-Mixture = Callable[[Array, Array, Array, Matrices, ModelConfig], Array]
+Mixture = Callable[[Array, Array, Array, ExpertWeights, ModelConfig], Array]
 """Tokens, the experts selected for each, their weights, the weights of all experts → what the experts add."""
 
 
 def routed_mlp(x: Hidden, layer: Layer, config: ModelConfig, hook: Hook, mixture: Mixture) -> Hidden:
     """Route each token and add the outputs of its experts."""
-    about = config.experts
-    if about is None:
+    experts = config.experts
+    if experts is None:
         raise ValueError("a router in a model without experts")
-    chosen, weights = route(hook("router", linear(x, layer.router, layer.router_bias)), about)
-    matrices = Matrices(layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias)
-    return mixture(x, chosen, weights, matrices, config)
+    chosen, weights = route(hook("router", linear(x, layer.router, layer.router_bias)), experts)
+    expert_weights = ExpertWeights(layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias)
+    return mixture(x, chosen, weights, expert_weights, config)
 
 
 def route(
-    logits: Float[Array, "rows seq experts"], about: Experts
+    logits: Float[Array, "rows seq experts"], experts: Experts
 ) -> tuple[Int[Array, "rows seq chosen"], Float[Array, "rows seq chosen"]]:
     """Return the experts of each token and their weights: the largest of a softmax over all, in float32."""
-    likely = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, chosen = jax.lax.top_k(likely, about.per_token)
-    if about.normalized:
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, chosen = jax.lax.top_k(probabilities, experts.per_token)
+    if experts.normalized:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return chosen, weights.astype(logits.dtype)
 
@@ -69,29 +69,29 @@ class _Pairs(NamedTuple):
 
 
 def _mix(
-    compute: Callable[[Array, _Pairs, Matrices, ModelConfig], Array],
+    compute: Callable[[Array, _Pairs, ExpertWeights, ModelConfig], Array],
     x: Hidden,
     chosen: Array,
     weights: Array,
-    matrices: Matrices,
+    expert_weights: ExpertWeights,
     config: ModelConfig,
 ) -> Hidden:
     """Sort the tokens by expert, compute the output of each pair, and add the weighted outputs at their tokens."""
     per_token, flat = chosen.shape[-1], chosen.reshape(-1)
     pair = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(flat, length=matrices.gate.shape[0]).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=expert_weights.gate.shape[0]).astype(jnp.int32)
     order = _Pairs(pair, pair // per_token, flat[pair], sizes)
-    out = compute(x.reshape(-1, x.shape[-1]), order, matrices, config)
+    out = compute(x.reshape(-1, x.shape[-1]), order, expert_weights, config)
     parts = out[jnp.argsort(pair)].reshape(-1, per_token, x.shape[-1]) * weights.reshape(-1, per_token)[..., None]
     return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
 
 
-def _expert_mlp(rows: Array, own: Matrices, product: Callable[..., Array], config: ModelConfig) -> Array:
+def _expert_mlp(rows: Array, own: ExpertWeights, product: Callable[..., Array], config: ModelConfig) -> Array:
     hidden = gate(product(rows, own.gate, own.gate_bias), product(rows, own.up, own.up_bias), config)
     return product(hidden, own.down, own.down_bias)
 
 
-def _blocks(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfig) -> Array:
+def _blocks(tokens: Array, order: _Pairs, expert_weights: ExpertWeights, config: ModelConfig) -> Array:
     """Compute the experts in a loop over blocks of one expert's tokens: the fewest products on a CPU."""
     experts, pairs = len(order.sizes), len(order.pair)
     size = max(8, min(128, 1 << (pairs // experts).bit_length()))
@@ -110,7 +110,7 @@ def _blocks(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfi
         rows, number, is_used = part
 
         def compute(rows: Array) -> Array:
-            own = jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, number, keepdims=False), matrices)
+            own = jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, number, keepdims=False), expert_weights)
             return _expert_mlp(rows, own, linear, config)
 
         out: Array = jax.lax.cond(is_used, compute, jnp.zeros_like, rows)
@@ -120,14 +120,14 @@ def _blocks(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfi
     return out.reshape(count * size, -1)[slot]
 
 
-def _ragged(tokens: Array, order: _Pairs, matrices: Matrices, config: ModelConfig) -> Array:
+def _ragged(tokens: Array, order: _Pairs, expert_weights: ExpertWeights, config: ModelConfig) -> Array:
     """Compute the experts with the grouped matrix product of accelerators: one call for all experts."""
 
     def grouped(x: Array, weight: Array, bias: Array | None) -> Array:
         out = jax.lax.ragged_dot(x, weight.transpose(0, 2, 1), order.sizes, precision=precision(x.dtype))
         return out if bias is None else out + bias[order.expert]
 
-    return _expert_mlp(tokens[order.token], matrices, grouped, config)
+    return _expert_mlp(tokens[order.token], expert_weights, grouped, config)
 
 
 MIXTURES: Mapping[str, Mixture] = {
@@ -151,19 +151,19 @@ def mixture_over_mesh(name: str, mesh: Mesh, *, replicated: bool) -> Mixture:
     outer, biases = PartitionSpec(None, model, None), PartitionSpec(None, model)
     every = [outer, outer, PartitionSpec(None, None, model), biases, biases, PartitionSpec(None, None)]
 
-    def mixture(x: Array, chosen: Array, weights: Array, matrices: Matrices, config: ModelConfig) -> Array:
-        def own(x: Array, chosen: Array, weights: Array, matrices: Matrices) -> Array:
-            if not replicated and matrices.down_bias is not None:
+    def mixture(x: Array, chosen: Array, weights: Array, expert_weights: ExpertWeights, config: ModelConfig) -> Array:
+        def own(x: Array, chosen: Array, weights: Array, expert_weights: ExpertWeights) -> Array:
+            if not replicated and expert_weights.down_bias is not None:
                 # The parts are added, so only one device may add the bias.
-                first = (jax.lax.axis_index("model") == 0).astype(matrices.down_bias.dtype)
-                matrices = matrices._replace(down_bias=matrices.down_bias * first)
-            out = MIXTURES[name](x, chosen, weights, matrices, config)
+                first = (jax.lax.axis_index("model") == 0).astype(expert_weights.down_bias.dtype)
+                expert_weights = expert_weights._replace(down_bias=expert_weights.down_bias * first)
+            out = MIXTURES[name](x, chosen, weights, expert_weights, config)
             return out if replicated else jax.lax.psum(out, "model")
 
-        specs: list[Any] = [None if each is None else spec for spec, each in zip(every, matrices, strict=True)]
-        parts = Matrices(*specs)
+        specs: list[Any] = [None if each is None else spec for spec, each in zip(every, expert_weights, strict=True)]
+        parts = ExpertWeights(*specs)
         spread = jax.shard_map(own, mesh=mesh, in_specs=(rows, rows, rows, parts), out_specs=rows, check_vma=False)
-        out: Array = spread(x, chosen, weights, matrices)
+        out: Array = spread(x, chosen, weights, expert_weights)
         return out
 
     return mixture

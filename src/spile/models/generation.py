@@ -26,7 +26,7 @@ from spile.errors import ModelError
 from spile.models import rope
 from spile.models.architecture import ModelConfig
 from spile.models.attention import (
-    Scoring,
+    AttentionOptions,
     cudnn_masked,
     masked_attention,
     masked_weights,
@@ -39,7 +39,7 @@ from spile.models.decoder import (
     Layers,
     TapCollector,
     TokenInfo,
-    bound_edits,
+    bind_edits,
     embed,
     keep_unchanged,
     logits,
@@ -49,7 +49,7 @@ from spile.models.layers import Hook
 from spile.models.params import Params
 from spile.spec.taps import Tap
 
-IDLE, MAKING, CLOSING = 0, 1, 2
+IDLE, GENERATING, FINISHING = 0, 1, 2
 """The states of a slot: without a sample or reading its prompt; generating; feeding its last token."""
 
 
@@ -80,11 +80,11 @@ class Slots:
     token: Any
     """``[groups, slots]``: the token to feed next."""
     position: Any
-    made: Any
+    generated: Any
     """The number of generated tokens."""
     status: Any
     sample: Any
-    """The sample's number in the stream; with the seed and ``made`` it determines the random numbers."""
+    """The sample's number in the stream; with the seed and ``generated`` it determines the random numbers."""
 
 
 class Chunk(NamedTuple):
@@ -154,21 +154,23 @@ def read_prompts(
     groups, _, size = chunk.tokens.shape
     place = chunk.start[..., None] + jnp.arange(size, dtype=jnp.int32)
 
-    def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, hook: Hook) -> tuple[Array, _Caches]:
-        new = (_by_head(k, groups), _by_head(v, groups))
-        caches = [_written(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
-        own = [_rows(cache, chunk.slot) for cache in caches]
-        seen = _within(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), how.window)
-        seen = seen.reshape(len(q), size, -1)
-        if how.top:
-            weights, positions = masked_weights(q, own[0], seen, how)
+    def attend(
+        q: Array, k: Array, v: Array, caches: _Caches, options: AttentionOptions, hook: Hook
+    ) -> tuple[Array, _Caches]:
+        new = (_cache_layout(k, groups), _cache_layout(v, groups))
+        caches = [_write_cache(cache, each, chunk.slot, place) for cache, each in zip(caches, new, strict=True)]
+        own = [_slot_caches(cache, chunk.slot) for cache in caches]
+        mask = _attention_mask(place, jnp.arange(caches[0].shape[3], dtype=jnp.int32), options.window)
+        mask = mask.reshape(len(q), size, -1)
+        if options.top:
+            weights, positions = masked_weights(q, own[0], mask, options)
             hook("pattern", weights)
             hook("pattern_ids", positions)
         compute = cudnn_masked if attention == "cudnn" else masked_attention  # other kernels take no mask
-        return compute(q, own[0], own[1], seen, how), caches
+        return compute(q, own[0], own[1], mask, options), caches
 
     before = list(zip(slots.keys, slots.values, strict=True))
-    x, after, kept = _through(params, chunk.tokens, place, attend, before, config, mixture, taps, keep)
+    x, after, kept = _run_layers(params, chunk.tokens, place, attend, before, config, mixture, taps, keep)
     keys, values = zip(*after, strict=True)
     end = jnp.clip(chunk.length - 1, 0, size - 1).reshape(-1)
     last = jnp.take_along_axis(x, end[:, None, None], axis=1)[:, 0]
@@ -179,7 +181,7 @@ def read_prompts(
     fresh = {
         "token": chosen.tokens,
         "position": chunk.start + chunk.length,
-        "made": zero + 1,
+        "generated": zero + 1,
         "status": status,
         "sample": chunk.sample,
     }
@@ -205,38 +207,41 @@ def take_steps(
     after its last token is noise.
     """
     groups, count = slots.token.shape
-    begun = slots.position[..., None]
+    first_position = slots.position[..., None]
     shape = (groups, config.n_kv_heads, count, stride, config.head_dim)
     blank = tuple(jnp.zeros(shape, cache.dtype) for cache in slots.keys)
     numbers = jnp.arange(stride, dtype=jnp.int32)
 
     def step(carry: tuple[Slots, Any], number: Array) -> tuple[tuple[Slots, Any], tuple[Choices, Any]]:
-        now, place = carry[0], begun + number
+        now, place = carry[0], first_position + number
 
-        def attend(q: Array, k: Array, v: Array, caches: _Caches, how: Scoring, hook: Hook) -> tuple[Array, _Caches]:
+        def attend(
+            q: Array, k: Array, v: Array, caches: _Caches, options: AttentionOptions, hook: Hook
+        ) -> tuple[Array, _Caches]:
             old_keys, old_values, *fresh = caches
             for which, new in enumerate((k, v)):
-                new = _by_head(new, groups).astype(fresh[which].dtype)
+                new = _cache_layout(new, groups).astype(fresh[which].dtype)
                 fresh[which] = jax.lax.dynamic_update_slice_in_dim(fresh[which], new, number, axis=3)
             past = jnp.arange(old_keys.shape[3], dtype=jnp.int32)
-            old = _within(place, past, how.window) & (past < begun[..., None])
-            new = jnp.broadcast_to(_within(number.reshape(1, 1, 1), numbers, how.window), (*old.shape[:3], stride))
+            old = _attention_mask(place, past, options.window) & (past < first_position[..., None])
+            new = _attention_mask(number.reshape(1, 1, 1), numbers, options.window)
+            new = jnp.broadcast_to(new, (*old.shape[:3], stride))
             pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
-            if how.top:
-                _report_recalled(q, pairs, begun, how, hook)
-            return _recalled(q, pairs, how), fresh
+            if options.top:
+                _report_cached_weights(q, pairs, first_position, options, hook)
+            return _cached_attention(q, pairs, options), fresh
 
         before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
-        x, fresh, kept = _through(params, now.token[..., None], place, attend, before, config, mixture, taps, keep)
-        chosen = choose_tokens(logits(params, x[:, 0], config), now.sample, now.made, sampling)
-        making = now.status == MAKING
-        made = now.made + making
+        x, fresh, kept = _run_layers(params, now.token[..., None], place, attend, before, config, mixture, taps, keep)
+        chosen = choose_tokens(logits(params, x[:, 0], config), now.sample, now.generated, sampling)
+        generating = now.status == GENERATING
+        generated = now.generated + generating
         after = replace(
             now,
-            token=jnp.where(making, chosen.tokens, now.token),
+            token=jnp.where(generating, chosen.tokens, now.token),
             position=now.position + (now.status != IDLE),
-            made=made,
-            status=jnp.where(making, _status(chosen.tokens, made, sampling), IDLE),
+            generated=generated,
+            status=jnp.where(generating, _status(chosen.tokens, generated, sampling), IDLE),
         )
         return (after, tuple(zip(*fresh, strict=True))), (chosen, kept)
 
@@ -245,7 +250,7 @@ def take_steps(
     (after, fresh), (chosen, kept) = jax.lax.scan(step, start, numbers)
     # An idle slot may be in the middle of a prompt, so nothing is written there.
     busy = jnp.where(slots.status == IDLE, count, jnp.arange(count, dtype=jnp.int32))
-    write = functools.partial(_written, slot=busy, place=begun + numbers)
+    write = functools.partial(_write_cache, slot=busy, place=first_position + numbers)
     keys, values = (tuple(map(write, *pair)) for pair in zip((slots.keys, slots.values), fresh, strict=True))
     return replace(after, keys=keys, values=values), chosen, kept
 
@@ -257,7 +262,7 @@ _Caches = Sequence[Array]
 """Keys and values of one layer."""
 
 
-def _through(
+def _run_layers(
     params: Params,
     tokens: Int[Array, "groups rows seq"],
     place: Int[Array, "groups rows seq"],
@@ -274,7 +279,7 @@ def _through(
     """
     flat = (-1, tokens.shape[-1])
     positions = place.reshape(flat)
-    collector = TapCollector(taps, keep, bound_edits(params, (), TokenInfo(tokens, place)))
+    collector = TapCollector(taps, keep, bind_edits(params, (), TokenInfo(tokens, place)))
     x = embed(params, tokens.reshape(flat), positions, config, collector.hook)
     layers = Layers(config, config.windows, rope.per_layer(config, positions), attend, mixture)
     changed = []
@@ -284,12 +289,12 @@ def _through(
     return x, changed, collector.all()
 
 
-def _by_head(new: Array, groups: int) -> Array:
+def _cache_layout(new: Array, groups: int) -> Array:
     """Transpose keys or values ``[groups × rows, seq, kv_heads, head_dim]`` to the layout of the cache."""
     return new.reshape(groups, -1, *new.shape[1:]).transpose(0, 3, 1, 2, 4)
 
 
-def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
+def _write_cache(cache: Array, new: Array, slot: Array, place: Array) -> Array:
     """Write keys or values ``[groups, kv_heads, rows, seq, head_dim]`` at their slots; others are dropped."""
 
     def write(old: Array, x: Array, at: Array, where: Array) -> Array:
@@ -300,19 +305,19 @@ def _written(cache: Array, new: Array, slot: Array, place: Array) -> Array:
     return out
 
 
-def _rows(cache: Array, slot: Array) -> Array:
+def _slot_caches(cache: Array, slot: Array) -> Array:
     """Return the caches of some slots, ``[groups × rows, capacity, kv_heads, head_dim]``."""
     rows: Array = jax.vmap(lambda old, at: jnp.take(old, at, axis=1, mode="clip"))(cache, slot)
     return rows.transpose(0, 2, 3, 1, 4).reshape(-1, *rows.shape[3:4], rows.shape[1], rows.shape[4])
 
 
-def _within(place: Array, keys: Array, window: int | None) -> Array:
+def _attention_mask(place: Array, keys: Array, window: int | None) -> Array:
     """Return which keys, by position, a token at ``place`` attends to; one more axis than ``place``."""
     ahead = place[..., None] - keys
     return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
 
 
-def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], how: Scoring) -> Array:
+def _cached_attention(q: Array, pairs: Sequence[tuple[Array, Array, Array]], options: AttentionOptions) -> Array:
     """Compute attention of one query per slot over keys and values in several arrays, each with its mask.
 
     The softmax is computed in float32. Keys are not repeated for their groups of heads, as in
@@ -323,57 +328,60 @@ def _recalled(q: Array, pairs: Sequence[tuple[Array, Array, Array]], how: Scorin
     grouped = q.reshape(shape).transpose(0, 2, 1, 3, 4)
     product = functools.partial(jnp.matmul, precision=precision(q.dtype), preferred_element_type=jnp.float32)
     scores = []
-    for keys, _, seen in pairs:
-        products = scale_scores(product(grouped, keys.swapaxes(3, 4)), head_dim, how.softcap)
-        scores.append(jnp.where(seen[:, None], products, -jnp.inf))
+    for keys, _, mask in pairs:
+        products = scale_scores(product(grouped, keys.swapaxes(3, 4)), head_dim, options.softcap)
+        scores.append(jnp.where(mask[:, None], products, -jnp.inf))
     highest = functools.reduce(jnp.maximum, (each.max(axis=-1, keepdims=True) for each in scores))
-    if how.sinks is not None:
-        sink = how.sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
+    if options.sinks is not None:
+        sink = options.sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1, 1)
         highest = jnp.maximum(highest, sink)
     weights = [jnp.exp(each - highest) for each in scores]
     total = functools.reduce(jnp.add, (each.sum(axis=-1, keepdims=True) for each in weights))
-    total = total if how.sinks is None else total + jnp.exp(sink - highest)
+    total = total if options.sinks is None else total + jnp.exp(sink - highest)
     parts = (product(each.astype(q.dtype), values) for each, (_, values, _) in zip(weights, pairs, strict=True))
     return (functools.reduce(jnp.add, parts) / total).astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def _report_recalled(
-    q: Array, pairs: Sequence[tuple[Array, Array, Array]], begun: Array, how: Scoring, hook: Hook
+def _report_cached_weights(
+    q: Array, pairs: Sequence[tuple[Array, Array, Array]], first_position: Array, options: AttentionOptions, hook: Hook
 ) -> None:
-    """Report the largest attention weights of :func:`_recalled` and the positions of their keys."""
+    """Report the largest attention weights of :func:`_cached_attention` and the positions of their keys."""
     capacity = pairs[0][0].shape[3]
     keys = jnp.concatenate([keys for keys, _, _ in pairs], axis=3).transpose(0, 2, 3, 1, 4)
-    seen = jnp.concatenate([seen for _, _, seen in pairs], axis=-1)
+    mask = jnp.concatenate([mask for _, _, mask in pairs], axis=-1)
     rows = (len(q), -1, *keys.shape[3:])
-    weights, places = masked_weights(q, keys.reshape(rows), seen.reshape(len(q), 1, -1), how)
-    fresh = begun.reshape(-1, 1, 1, 1) + places - capacity
+    weights, places = masked_weights(q, keys.reshape(rows), mask.reshape(len(q), 1, -1), options)
+    fresh = first_position.reshape(-1, 1, 1, 1) + places - capacity
     hook("pattern", weights)
     hook("pattern_ids", jnp.where(places < capacity, places, fresh))
 
 
-def _status(token: Array, made: Array, sampling: Sampling) -> Array:
-    """Return the state of a slot that has just generated this token, its ``made``-th."""
-    ends = made >= sampling.max_new
+def _status(token: Array, generated: Array, sampling: Sampling) -> Array:
+    """Return the state of a slot that has just generated this token, its ``generated``-th."""
+    ends = generated >= sampling.max_new
     ends |= jnp.isin(token, np.array(sampling.stop, np.int32))
-    return jnp.where(ends, CLOSING, MAKING).astype(jnp.int32)
+    return jnp.where(ends, FINISHING, GENERATING).astype(jnp.int32)
 
 
 def choose_tokens(
-    scores: Float[Array, "all vocab"], sample: Int[Array, "groups rows"], made: Int[Array, "groups rows"], how: Sampling
+    scores: Float[Array, "all vocab"],
+    sample: Int[Array, "groups rows"],
+    generated: Int[Array, "groups rows"],
+    sampling: Sampling,
 ) -> Choices:
     """Select the next token of each batch row. Its random numbers depend on its sample and not on the batch."""
-    likely = jax.nn.log_softmax(scores, axis=-1)
-    if how.temperature == 0:
+    logprobs = jax.nn.log_softmax(scores, axis=-1)
+    if sampling.temperature == 0:
         token = jnp.argmax(scores, axis=-1)
     else:
-        shaped = _nucleus(scores / how.temperature, how.top_p)
+        shaped = _nucleus(scores / sampling.temperature, sampling.top_p)
 
-        def noise(sample: Array, made: Array) -> Array:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(how.seed % (1 << 32)), sample), made)
+        def noise(sample: Array, generated: Array) -> Array:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(sampling.seed % (1 << 32)), sample), generated)
             return jax.random.gumbel(key, scores.shape[-1:], jnp.float32)
 
-        token = jnp.argmax(shaped + jax.vmap(noise)(sample.reshape(-1), made.reshape(-1)), axis=-1)
-    each = jnp.take_along_axis(likely, token[:, None], axis=-1)[:, 0]
+        token = jnp.argmax(shaped + jax.vmap(noise)(sample.reshape(-1), generated.reshape(-1)), axis=-1)
+    each = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
     return Choices(token.astype(jnp.int32).reshape(sample.shape), each.reshape(sample.shape))
 
 

@@ -133,7 +133,7 @@ class ModelFiles:
     untied: bool = False
     """Whether the LM head is the embedding in the files but not in the model, because the adapter changes it alone."""
 
-    def adapted(self, adapter: Adapter) -> ModelFiles:
+    def with_adapter(self, adapter: Adapter) -> ModelFiles:
         """Return the model with an adapter. If the LM head is the embedding, only the head changes, as in PEFT."""
         head = FAMILIES[self.config.architecture].names.head
         if not self.config.tied or head not in adapter.modules():
@@ -155,7 +155,7 @@ class ModelFiles:
             sums = list(threads.map(lambda part: crc32c(read_bytes(self.folder, part[0], *part[2:]).data), parts))
         content = [[file, size, start, crc] for (file, size, start, _), crc in zip(parts, sums, strict=True)]
         adapted = [] if self.adapter is None else [self.adapter.digest()]
-        canonical = json.dumps([self.config.meaning(), content, *adapted], sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps([self.config.hashed_fields(), content, *adapted], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def tokenizer_hash(self) -> str:
@@ -202,7 +202,7 @@ def describe(
         present = {found.key for found in folder.list() if "/" not in found.key}
     if "config.json" not in present:
         raise ModelError(f"no config.json in {folder.url}", fix="give the folder of a complete Hugging Face model")
-    small = folder.local_path or _keep(folder, [file for file in SMALL_FILES if file in present])
+    small = folder.local_path or _copy_to_cache(folder, [file for file in SMALL_FILES if file in present])
     with untrusted(ModelError, f"config.json of {name} is not JSON"):
         raw = json.loads((small / "config.json").read_bytes())
     if not isinstance(raw, dict):
@@ -213,7 +213,7 @@ def describe(
     return ModelFiles(name, revision, config, small, folder, files)
 
 
-def _keep(folder: Folder, names: Sequence[str]) -> Path:
+def _copy_to_cache(folder: Folder, names: Sequence[str]) -> Path:
     """Copy files of a bucket to a local folder named by their content, so that it is never stale."""
     content = {name: folder.get(name) for name in names}
     digest = hashlib.sha256(folder.url.encode())

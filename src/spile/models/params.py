@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from spile.models.architecture import Axes, ModelConfig, Tensor, layer_tensors, model_tensors
 from spile.spec.taps import Tap
 
-_FEWEST = 3
+_MIN_STEPS = 3
 """The fewest steps for which a scan is worthwhile."""
-_LONGEST_PERIOD = 8
+_MAX_PERIOD = 8
 _STACK_BYTES = 4 << 30
 """The largest stack of one tensor over the layers of a run; a host holds some of these while they are read."""
 
@@ -59,10 +59,11 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
     runs: list[LayerRun] = []
     first = 0
     while first < n_layers:
-        every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _LONGEST_PERIOD + 1))
-        found = max((run for run in every if run.steps >= _FEWEST), key=lambda run: run.stop, default=LayerRun(first))
+        every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _MAX_PERIOD + 1))
+        scans = (run for run in every if run.steps >= _MIN_STEPS)
+        found = max(scans, key=lambda run: run.stop, default=LayerRun(first))
         run = replace(found, steps=min(found.steps, most))
-        runs.append(run if run.steps >= _FEWEST else LayerRun(first))
+        runs.append(run if run.steps >= _MIN_STEPS else LayerRun(first))
         first = runs[-1].stop
     return tuple(runs)
 
@@ -165,7 +166,7 @@ def build(config: ModelConfig, n_layers: int | None, make: Callable[[str, Tensor
     return Params(layers=layers, **once)
 
 
-def stacked(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T]], T]) -> Params:
+def stack_layers(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T]], T]) -> Params:
     """Join the layers of each run, leaf by leaf, into one layer per place in its period."""
     layers: list[Layer] = []
     for run in runs:
@@ -175,7 +176,7 @@ def stacked(params: Params, runs: Sequence[LayerRun], join: Callable[[Sequence[T
     return replace(params, layers=tuple(layers))
 
 
-def placed(
+def param_shapes(
     config: ModelConfig,
     dtype: DTypeLike,
     runs: Sequence[LayerRun],
@@ -185,7 +186,7 @@ def placed(
 ) -> Params:
     """Return the shapes, dtypes and shardings of the weights, stacked by run, without allocating memory."""
     tensors: Params = build(config, runs[-1].stop, lambda _, tensor: tensor, head=head)
-    together = stacked(tensors, runs, lambda many: many[0].stacked(len(many)))
+    together = stack_layers(tensors, runs, lambda many: many[0].stacked(len(many)))
 
     def leaf(tensor: Tensor) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(dtype), sharding=place(tensor.axes, tensor.shape))

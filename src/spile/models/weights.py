@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 from spile.errors import ModelError
 from spile.models.architecture import Tensor
 from spile.models.families import FAMILIES
-from spile.models.families.base import Fused, Order
+from spile.models.families.base import FileTensor, Order
 from spile.models.model_files import ModelFiles
-from spile.models.params import LayerRun, Params, build, stacked
+from spile.models.params import LayerRun, Params, build, stack_layers
 from spile.models.safetensors_files import (
     DTYPES,
     Bounds,
@@ -38,9 +38,9 @@ from spile.models.safetensors_files import (
 from spile.objects import Folder
 
 _THREADS = 8
-_COMPARED = 64 << 20
+_COMPARE_BYTES = 64 << 20
 """How many bytes of two tensors are compared at a time."""
-_MOST_WAITING = 2 << 30
+_MAX_WAITING = 2 << 30
 """The most numbers that are read but not yet on their devices, besides the tensor that was read last."""
 
 Place = Callable[[tuple[str | None, ...], tuple[int, ...]], Sharding]
@@ -49,13 +49,13 @@ _Experts = dict[int | None, Piece]
 """A tensor of the model: one piece per expert, or a single piece at None."""
 
 
-def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | Stack]:
+def locate_tensors(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | Stack]:
     """Return the place of each tensor of the model in the files; without ``head`` the LM head may be missing."""
     names, wanted = FAMILIES[files.config.architecture].names, dict[str, Tensor]()
     build(files.config, None, wanted.__setitem__, head=True)
     found: dict[str, _Experts] = {}
     head_name = f"{names.head}.weight"
-    copy: Entry | None = None
+    head_copy: Entry | None = None
     with ThreadPoolExecutor(_THREADS) as threads:
         headers = threads.map(lambda file: read_header(files.folder, file), files.weight_files)
         entries = [entry for header in headers for entry in header]
@@ -68,7 +68,7 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
         if match is not None and not match.names:
             continue
         if match is not None and match.names == ("head",) and (files.config.tied or files.untied):
-            copy = entry  # of the embedding
+            head_copy = entry  # of the embedding
             continue
         if match is None or any(name not in wanted for name in match.names):
             raise ModelError(
@@ -90,27 +90,27 @@ def catalogue(files: ModelFiles, *, head: bool = False) -> Mapping[str, Piece | 
             f"{files.name} has only {len(wanted) - len(missing)} of its {len(wanted)} tensors",
             found=f"no {names.file_name(missing[0])}",
         )
-    if head and copy is not None:
-        _refuse_another_head(files, copy, found["embed"][None].entry)
+    if head and head_copy is not None:
+        _check_tied_head(files, head_copy, found["embed"][None].entry)
     return {
         name: pieces[None] if None in pieces else Stack(tuple(pieces[expert] for expert in range(len(pieces))))
         for name, pieces in found.items()
     }
 
 
-def _refuse_another_head(files: ModelFiles, copy: Entry, embedding: Entry) -> None:
+def _check_tied_head(files: ModelFiles, head_copy: Entry, embedding: Entry) -> None:
     """Refuse a tied head whose tensor differs from the embedding: config.json and transformers 5 disagree about it."""
 
     def part(entry: Entry, at: int) -> npt.NDArray[np.uint8]:
-        return read_bytes(files.folder, entry.file, entry.start + at, min(_COMPARED, entry.length - at))
+        return read_bytes(files.folder, entry.file, entry.start + at, min(_COMPARE_BYTES, entry.length - at))
 
-    if (copy.shape, copy.code) == (embedding.shape, embedding.code) and all(
-        np.array_equal(part(copy, at), part(embedding, at)) for at in range(0, copy.length, _COMPARED)
+    if (head_copy.shape, head_copy.code) == (embedding.shape, embedding.code) and all(
+        np.array_equal(part(head_copy, at), part(embedding, at)) for at in range(0, head_copy.length, _COMPARE_BYTES)
     ):
         return
     raise ModelError(
         f"{files.name} has a head of its own, though config.json says tie_word_embeddings",
-        expected=f"{copy.name} equal to {embedding.name}",
+        expected=f"{head_copy.name} equal to {embedding.name}",
         found="different numbers",
         fix="set tie_word_embeddings to false in config.json to use the head, or remove the tensor from the file",
     )
@@ -132,7 +132,7 @@ def _file_shape(shapes: Sequence[tuple[int, ...]], order: Order) -> tuple[int, .
 
 
 def _pieces(
-    files: ModelFiles, entry: Entry, match: Fused, wanted: Mapping[str, Tensor], change: Change | None
+    files: ModelFiles, entry: Entry, match: FileTensor, wanted: Mapping[str, Tensor], change: Change | None
 ) -> Iterator[tuple[str, Piece]]:
     """Return the tensors of the model that a file's tensor contains, after a check of its shape and dtype."""
     shapes = [wanted[name].shape[1:] if match.expert is not None else wanted[name].shape for name in match.names]
@@ -176,10 +176,10 @@ def load(
     ``head``: the final norm and the LM head too. ``runs``: how layers are stacked, if they are. Every tensor of every
     file is checked against the config before any is read, those past ``n_layers`` too.
     """
-    pieces = catalogue(files, head=head)
+    pieces = locate_tensors(files, head=head)
     tree = build(files.config, n_layers, lambda name, tensor: _Leaf(tensor, pieces[name]), head=head)
     if runs:
-        tree = stacked(tree, runs, _Leaf.stack)
+        tree = stack_layers(tree, runs, _Leaf.stack)
     leaves, structure = jax.tree.flatten(tree)
     arrays: list[jax.Array] = []
     waiting: deque[tuple[int, Future[jax.Array]]] = deque()
@@ -195,7 +195,7 @@ def load(
                 place = sharding(leaf.tensor.axes, leaf.tensor.shape) if sharding else _first_device()
                 waiting.append((leaf.tensor.size, threads.submit(_place, files.folder, leaf.source, place)))
                 # Limit the number of unconverted tensors.
-                while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MOST_WAITING:
+                while len(waiting) > 2 * _THREADS or sum(size for size, _ in waiting) > _MAX_WAITING:
                     finish_first()
             while waiting:
                 finish_first()

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from spile.data.stream import open_stream
 from spile.models import model_files
 from spile.models.architecture import flops_per_token
-from spile.models.decoder import TapCollector, TokenInfo, hidden, layers_needed
+from spile.models.decoder import TapCollector, TokenInfo, layers_needed, residual_stream
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
 from spile.reading.dataset import stored_tokens
@@ -336,7 +336,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
         # The maximum: the compiler could move a sum inside the products and remove them.
         tokens, positions, segments = (batch[:, part] for part in range(3))
         info, attend, mix = TokenInfo(tokens, positions), producer.attend, producer.mixture
-        x = hidden(params, info, segments, config, producer.runs, attend, mix, TapCollector())
+        x = residual_stream(params, info, segments, config, producer.runs, attend, mix, TapCollector())
         return jnp.max(jnp.abs(x))
 
     inputs = [jax.device_put(pack(batch)[0], producer.rows_sharding) for batch in batches]

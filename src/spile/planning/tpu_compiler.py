@@ -148,7 +148,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     import jax.numpy as jnp
 
     from spile.models.decoder import head_needed, layers_needed
-    from spile.models.params import choose_runs, placed
+    from spile.models.params import choose_runs, param_shapes
     from spile.worker.batches import AHEAD
     from spile.worker.device import DeviceProducer
     from spile.worker.mesh import MeshPlan, default_shape, make_mesh
@@ -162,7 +162,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     mesh, plan = make_mesh(shape, devices), MeshPlan(config, *shape)
     runs = choose_runs(config, program.taps, layers, itemsize)
     producer = DeviceProducer(
-        placed(config, program.dtype, runs, plan.place(mesh), head=head),
+        param_shapes(config, program.dtype, runs, plan.place(mesh), head=head),
         config,
         program.taps,
         store_dtype=program.store_dtype,

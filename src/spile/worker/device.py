@@ -30,7 +30,7 @@ from spile.models.attention import choose
 from spile.models.decoder import Edit, Steering, forward, head_needed, layers_needed
 from spile.models.layers import as_stored, finite_rows, sample_means
 from spile.models.model_files import ModelFiles
-from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, placed, tap_groups
+from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, param_shapes, tap_groups
 from spile.models.weights import load
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL, MEAN
@@ -394,7 +394,7 @@ def place_model(
     runs = choose_runs(config, taps, layers, jnp.dtype(dtype).itemsize)
     steering = place_steering(steering, mesh)
     producer = DeviceProducer(
-        replace(placed(config, dtype, runs, place, head=head), steering=steering),
+        replace(param_shapes(config, dtype, runs, place, head=head), steering=steering),
         config,
         taps,
         store_dtype=spec.store_dtype,

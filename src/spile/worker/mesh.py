@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig, Tensor
-from spile.models.attention import Attention, over_mesh
+from spile.models.attention import Attention, attention_over_mesh
 from spile.models.experts import Mixture, choose_mixture, mixture_over_mesh
 from spile.models.params import build
 
@@ -87,8 +87,8 @@ class MeshPlan:
         whole_heads = self.config.n_heads % self.model == 0 and self.config.n_kv_heads % self.model == 0
         if self.model == 1 or not whole_heads:
             # Heads do not divide evenly: each device of a model-parallel set computes a part of the batch rows.
-            return over_mesh(name, mesh, AXES, None)
-        return over_mesh(name, mesh, "data", "model")
+            return attention_over_mesh(name, mesh, AXES, None)
+        return attention_over_mesh(name, mesh, "data", "model")
 
     def mixture(self, mesh: Mesh) -> str | Mixture:
         """Return how tokens reach their experts: each device computes its batch rows with its part of every expert."""

@@ -127,7 +127,7 @@ def find_model(
     if backend != "torch":
         try:
             files = model_files.find(spec.model, spec.revision)
-            return files if adapter is None else files.adapted(adapter), "jax"
+            return files if adapter is None else files.with_adapter(adapter), "jax"
         except UnsupportedModel as unsupported:
             if backend == "jax":
                 raise

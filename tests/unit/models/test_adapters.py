@@ -91,7 +91,7 @@ def test_a_head_that_is_the_embedding_is_changed_alone(written: bool, tmp_path: 
     by_hand = merged_by_hand(whole, adapter, tmp_path / "merged", 2.0)
     config = json.loads((by_hand / "config.json").read_text())
     (by_hand / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    files = model_files.find(str(whole if written else model)).adapted(find_adapter(str(adapter)))
+    files = model_files.find(str(whole if written else model)).with_adapter(find_adapter(str(adapter)))
     ours, theirs = weights.load(files, head=True), weights.load(model_files.find(str(by_hand)), head=True)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ours, theirs)
     assert np.abs(np.asarray(ours.head) - np.asarray(ours.embed)).max() > 0.1
@@ -137,7 +137,7 @@ def test_layers_that_were_saved_whole_are_refused_with_what_to_do(tmp_path: Path
     with pytest.raises(
         ModelError, match=r"not part of a LoRA: found .*base_layer\.weight\. If PEFT .*save_embedding_layers=False"
     ):
-        model_files.find(str(model)).adapted(find_adapter(str(adapter))).adapter.changes({})  # type: ignore[union-attr]
+        model_files.find(str(model)).with_adapter(find_adapter(str(adapter))).adapter.changes({})  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

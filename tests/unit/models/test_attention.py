@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from spile.models import attention
 from spile.models.architecture import ModelConfig
-from spile.models.attention import Scoring
+from spile.models.attention import AttentionOptions
 
 CONFIG = ModelConfig("qwen2", 64, 2, 4, 2, 64, 64, 100)
-PLAIN = Scoring()
+PLAIN = AttentionOptions()
 
 
 def slow(*sizes: tuple[int, int | None]) -> list[Any]:
@@ -54,16 +54,16 @@ def inputs(length: int, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, b
 @pytest.mark.parametrize("name", ["xla", "blocked"])
 def test_plain_attention_for_any_chunks(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=1)
-    found = attend(attention.ATTENTIONS[name], Scoring(window))(q, k, v)
+    found = attend(attention.ATTENTIONS[name], AttentionOptions(window))(q, k, v)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window), atol=2e-6)
 
 
-def attend(implementation: Any, how: Scoring = PLAIN, **more: Any) -> Any:
+def attend(implementation: Any, options: AttentionOptions = PLAIN, **more: Any) -> Any:
     """Compile an implementation; without segments, each row is one."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
-        out: jax.Array = implementation(q, k, v, segments, how, **more)
+        out: jax.Array = implementation(q, k, v, segments, options, **more)
         return out
 
     return jax.jit(run)
@@ -87,7 +87,7 @@ def pieces(length: int, rows: int, seed: int = 0) -> jax.Array:
 def test_stays_within_a_segment(name: str, length: int, window: int | None) -> None:
     q, k, v = inputs(length, batch=2)
     segments = pieces(length, 2)
-    found = attend(attention.ATTENTIONS[name], Scoring(window))(q, k, v, segments)
+    found = attend(attention.ATTENTIONS[name], AttentionOptions(window))(q, k, v, segments)
     np.testing.assert_allclose(found, plain(*map(np.asarray, (q, k, v)), window, np.asarray(segments)), atol=2e-6)
 
 
@@ -95,8 +95,8 @@ def test_stays_within_a_segment(name: str, length: int, window: int | None) -> N
 def test_flash_stays_within_a_segment(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
     segments = pieces(length, 2)
-    found = attend(attention.flash, Scoring(window), interpret=True)(q, k, v, segments)
-    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, Scoring(window)), atol=3e-6)
+    found = attend(attention.flash, AttentionOptions(window), interpret=True)(q, k, v, segments)
+    np.testing.assert_allclose(found, attention.xla(q, k, v, segments, AttentionOptions(window)), atol=3e-6)
 
 
 def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_are() -> None:
@@ -104,9 +104,9 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
     segments = pieces(400, 2)
     for dtype, off in ((jnp.float32, 2e-5), (jnp.bfloat16, 0.03)):
         cast = [x.astype(dtype) for x in (q * 30, k, v)]
-        found = attend(attention.blocked, Scoring(50, 20.0))(*cast, segments)
+        found = attend(attention.blocked, AttentionOptions(50, 20.0))(*cast, segments)
         assert found.dtype == dtype
-        exact = attend(attention.xla, Scoring(50, 20.0))(*(x.astype(jnp.float32) for x in cast), segments)
+        exact = attend(attention.xla, AttentionOptions(50, 20.0))(*(x.astype(jnp.float32) for x in cast), segments)
         np.testing.assert_allclose(found.astype(jnp.float32), exact, atol=off)
 
 
@@ -114,16 +114,16 @@ def test_blocks_with_a_soft_cap_and_in_bfloat16_are_what_whole_rows_of_scores_ar
 def test_a_sink_is_a_key_without_a_value(name: str) -> None:
     q, k, v = inputs(300)
     sinks = jnp.asarray([0.5, 3.0, -2.0, 40.0])
-    hows = (Scoring(40), Scoring(40, sinks=sinks))
-    without, found = (attend(attention.ATTENTIONS[name], how)(q, k, v) for how in hows)
+    choices = (AttentionOptions(40), AttentionOptions(40, sinks=sinks))
+    without, found = (attend(attention.ATTENTIONS[name], options)(q, k, v) for options in choices)
     # The scores of a query whose window is one position are q·k alone: its weight is a sigmoid.
     score = jnp.einsum("rhd,rhd->rh", q[:, 0], jnp.repeat(k[:, 0], 2, axis=1)) / 4.0
     weight = jax.nn.sigmoid(score - sinks)
     np.testing.assert_allclose(found[:, 0], without[:, 0] * weight[..., None], atol=2e-6)
-    np.testing.assert_allclose(found, attend(attention.xla, hows[1])(q, k, v), atol=2e-6)
+    np.testing.assert_allclose(found, attend(attention.xla, choices[1])(q, k, v), atol=2e-6)
     assert float(jnp.abs(found[:, :, 3]).max()) < 1e-10
     with pytest.raises(ValueError, match="sinks"):
-        attend(attention.cudnn, hows[1])(q, k, v)
+        attend(attention.cudnn, choices[1])(q, k, v)
 
 
 def test_scores_beyond_what_an_exponential_holds_stay_finite() -> None:
@@ -142,9 +142,9 @@ def test_chunks_are_few_and_bounded() -> None:
 @pytest.mark.parametrize(("length", "window"), [(384, 200), *slow((128, None), (100, None))])
 def test_flash_equals_xla(length: int, window: int | None) -> None:
     q, k, v = inputs(length, head_dim=64, batch=2)
-    found = attend(attention.flash, Scoring(window), interpret=True)(q, k, v)
+    found = attend(attention.flash, AttentionOptions(window), interpret=True)(q, k, v)
     assert found.shape == q.shape
-    np.testing.assert_allclose(found, attend(attention.xla, Scoring(window))(q, k, v), atol=3e-6)
+    np.testing.assert_allclose(found, attend(attention.xla, AttentionOptions(window))(q, k, v), atol=3e-6)
 
 
 @pytest.mark.slow
@@ -159,8 +159,8 @@ def test_flash_in_bfloat16() -> None:
 def test_over_mesh_is_the_same() -> None:
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     q, k, v = inputs(40)
-    spread, segments = attention.over_mesh("xla", mesh, "data", "model"), pieces(40, 2)
-    found, alone = (attend(each, Scoring(5))(q, k, v, segments) for each in (spread, attention.xla))
+    spread, segments = attention.attention_over_mesh("xla", mesh, "data", "model"), pieces(40, 2)
+    found, alone = (attend(each, AttentionOptions(5))(q, k, v, segments) for each in (spread, attention.xla))
     np.testing.assert_array_equal(found, alone)
 
 

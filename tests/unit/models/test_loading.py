@@ -112,7 +112,7 @@ def test_layers_of_a_run_arrive_stacked(tmp_path: Path, sharded: bool) -> None:
     place = (lambda _axes, _shape: SingleDeviceSharding(jax.devices()[0])) if sharded else None
     runs = (LayerRun(0), LayerRun(1, 1, 3))
     loaded = weights.load(files, jnp.float32, 4, place, runs=runs)
-    equal(loaded, params.stacked(weights.load(files, jnp.float32, 4), runs, jnp.stack))
+    equal(loaded, params.stack_layers(weights.load(files, jnp.float32, 4), runs, jnp.stack))
     assert loaded.layers[1].up.shape == (3, *loaded.layers[0].up.shape)
 
 
@@ -145,22 +145,22 @@ assert len(reads) == len(set(reads)) * 2 - sum(1 for n in set(reads) if "norm" i
 whole = weights.load(files, jnp.float32)
 jax.tree.map(np.testing.assert_array_equal, spread, whole)
 assert spread.layers[0].q.sharding.shard_shape((64, 64)) == (32, 64)
-from spile.models.params import stacked
+from spile.models.params import stack_layers
 from spile.models.decoder import LayerRun
 runs = (LayerRun(0, 1, files.config.n_layers),)
 reads.clear()
 scanned = weights.load(files, jnp.float32, None, place, runs=runs)
 assert len(reads) == len(set(reads)) * 2 - sum(1 for n in set(reads) if "norm" in n), "each half is read once"
-jax.tree.map(np.testing.assert_array_equal, scanned, stacked(whole, runs, jnp.stack))
+jax.tree.map(np.testing.assert_array_equal, scanned, stack_layers(whole, runs, jnp.stack))
 assert scanned.layers[0].q.sharding.shard_shape((4, 64, 64)) == (4, 32, 64)
 assert spread.layers[0].down.sharding.shard_shape((64, 192)) == (64, 96)
 from spile.models.decoder import forward
-from spile.models.attention import over_mesh
+from spile.models.attention import attention_over_mesh
 from spile.spec.taps import select_taps
 tokens = np.random.default_rng(0).integers(0, 1000, (4, 30)).astype(np.int32)
 taps = select_taps(("residual", "attn"), None, 4)
 run = lambda p, attend: jax.jit(lambda p, t: forward(p, t, config=files.config, taps=taps, attention=attend))(p, tokens)
-for one, many in zip(run(whole, "xla"), run(spread, over_mesh("xla", mesh, "data", "model")), strict=True):
+for one, many in zip(run(whole, "xla"), run(spread, attention_over_mesh("xla", mesh, "data", "model")), strict=True):
     np.testing.assert_allclose(one, many, atol=2e-5)
 print("ok")
 """

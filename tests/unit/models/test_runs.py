@@ -114,7 +114,7 @@ def test_a_scan_gives_what_its_layers_give_one_by_one(name: str, layers: tuple[i
     runs = layer_runs(config, taps, count, 99)
     assert any(run.steps > 1 for run in runs) or layers == (1, 3, 5, 7)
     tree = random_weights.random(config, jax.random.key(0), n_layers=count, head=head)
-    joined = params.stacked(tree, runs, jnp.stack)
+    joined = params.stack_layers(tree, runs, jnp.stack)
     draw = np.random.default_rng(0)
     tokens = jnp.asarray(draw.integers(0, 32, (2, 12)), jnp.int32)
     segments = jnp.asarray([[1] * 5 + [2] * 7, [1] * 12], jnp.int32)

@@ -37,7 +37,7 @@ Order = Literal["rows", "columns", "heads", "interleaved"]
 
 
 @dataclass(frozen=True)
-class Fused:
+class FileTensor:
     """What a tensor of a file contains: several tensors of the model, or one in another layout."""
 
     names: tuple[str, ...]
@@ -46,11 +46,11 @@ class Fused:
     """The number of the expert, if the file has one tensor per expert."""
 
 
-def _tensors(modules: Mapping[str, str | Fused]) -> dict[str, Fused]:
+def _tensors(modules: Mapping[str, str | FileTensor]) -> dict[str, FileTensor]:
     """Return what the weights and biases of these modules contain."""
     found = {}
     for module, target in modules.items():
-        weight = Fused((target,)) if isinstance(target, str) else target
+        weight = FileTensor((target,)) if isinstance(target, str) else target
         found[f"{module}.weight"] = weight
         found[f"{module}.bias"] = replace(weight, names=tuple(f"{name}_bias" for name in weight.names))
     return found
@@ -71,26 +71,26 @@ class Names:
     """Module → field of :class:`spile.models.params.Params`."""
     head: str = "lm_head"
     layers: str = "layers"
-    modules: Mapping[str, str | Fused] = field(default_factory=dict)
+    modules: Mapping[str, str | FileTensor] = field(default_factory=dict)
     """Module below a layer's number → field of :class:`spile.models.params.Layer`; ``{e}`` is an expert's number."""
-    tensors: Mapping[str, Fused] = field(default_factory=dict)
+    tensors: Mapping[str, FileTensor] = field(default_factory=dict)
     """Tensors below a layer's number that are not the weight or the bias of a module."""
     unused: tuple[str, ...] = (r"(?:layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
     """Patterns, below the prefix, of tensors that are not needed."""
 
     @functools.cached_property
-    def layer(self) -> dict[str, Fused]:
+    def layer(self) -> dict[str, FileTensor]:
         """What each tensor below a layer's number contains."""
         return {**_tensors(self.modules), **self.tensors}
 
-    def match(self, name: str) -> Fused | None:
+    def match(self, name: str) -> FileTensor | None:
         """Return what a tensor of a file contains, or None if the name is unknown; no names: it is not needed."""
         below = re.sub(f"^(?:{self.prefixes or re.escape(self.prefix)})", "", name)
         once = _tensors({self.head: "head"}).get(name) or _tensors(self.once).get(below)
         if once is not None:
             return once
         if any(re.fullmatch(pattern, below) for pattern in self.unused):
-            return Fused(())
+            return FileTensor(())
         found = re.fullmatch(rf"{self.layers}\.(\d{{1,6}})\.(.+)", below)
         if found is None:
             return None
@@ -100,7 +100,7 @@ class Names:
         if fused is None:
             return None
         names = tuple(f"{layer}.{name}" for name in fused.names)
-        return Fused(names, fused.order, int(expert[1]) if expert else None)
+        return FileTensor(names, fused.order, int(expert[1]) if expert else None)
 
     def file_name(self, name: str) -> str:
         """Return the name that a file would use for a tensor of the model; for error messages."""
@@ -114,7 +114,7 @@ class Names:
         return before + next(file for file in reversed(table) if own in table[file].names)
 
 
-PLAIN = Names(
+LLAMA_NAMES = Names(
     modules={
         "input_layernorm": "attn_norm",
         "self_attn.q_proj": "q",
@@ -132,7 +132,7 @@ PLAIN = Names(
 """The names of Llama, which most families use. The config decides which tensors a model must have."""
 
 
-def extend(more: Mapping[str, str | Fused], base: Names = PLAIN) -> Names:
+def extend(more: Mapping[str, str | FileTensor], base: Names = LLAMA_NAMES) -> Names:
     """Return ``base`` with these modules of a layer added or replaced."""
     return replace(base, modules={**base.modules, **more})
 
@@ -364,7 +364,7 @@ class Family:
     """What it computes differently from Llama, for people."""
     example: tuple[str, Mapping[str, Any]]
     """A well-known model, and the fields of its config.json that are not the class's defaults."""
-    names: Names = PLAIN
+    names: Names = LLAMA_NAMES
     """What its files call each tensor."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of ``read`` for all configs of the family."""

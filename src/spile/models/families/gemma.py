@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import PLAIN, ConfigFields, Family, decoder, extend, sizes
+from spile.models.families.base import LLAMA_NAMES, ConfigFields, Family, decoder, extend, sizes
 
 
 def _read_gemma1(fields: ConfigFields) -> ModelConfig:
@@ -71,6 +71,6 @@ GEMMA3 = Family(
     names=replace(
         _NAMES,
         prefixes=r"(?:language_model\.)?model\.(?:language_model\.)?",  # of a model with a vision tower
-        unused=(*PLAIN.unused, r"vision_tower\..*", r"multi_modal_projector\..*"),
+        unused=(*LLAMA_NAMES.unused, r"vision_tower\..*", r"multi_modal_projector\..*"),
     ),
 )

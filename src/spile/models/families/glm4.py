@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from spile.models.families.base import Family, Fused, extend
+from spile.models.families.base import Family, FileTensor, extend
 
-_FUSED = extend({"mlp.gate_up_proj": Fused(("gate", "up"))})
+_FUSED = extend({"mlp.gate_up_proj": FileTensor(("gate", "up"))})
 
 GLM = Family(
     model_types=("glm",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spile.models.architecture import ModelConfig
-from spile.models.families.base import ConfigFields, Family, Fused, Names, decoder
+from spile.models.families.base import ConfigFields, Family, FileTensor, Names, decoder
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -32,11 +32,11 @@ FAMILY = Family(
         layers="h",
         modules={
             "ln_1": "attn_norm",
-            "attn.c_attn": Fused(("q", "k", "v"), "columns"),
-            "attn.c_proj": Fused(("o",), "columns"),
+            "attn.c_attn": FileTensor(("q", "k", "v"), "columns"),
+            "attn.c_proj": FileTensor(("o",), "columns"),
             "ln_2": "mlp_norm",
-            "mlp.c_fc": Fused(("up",), "columns"),
-            "mlp.c_proj": Fused(("down",), "columns"),
+            "mlp.c_fc": FileTensor(("up",), "columns"),
+            "mlp.c_proj": FileTensor(("down",), "columns"),
         },
         unused=(r"h\.\d+\.attn\.(?:masked_)?bias",),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spile.models.families.base import Family, Fused, Names, sizes
+from spile.models.families.base import Family, FileTensor, Names, sizes
 
 FAMILY = Family(
     model_types=("gpt_neox",),
@@ -16,7 +16,7 @@ FAMILY = Family(
         head="embed_out",
         modules={
             "input_layernorm": "attn_norm",
-            "attention.query_key_value": Fused(("q", "k", "v"), "heads"),
+            "attention.query_key_value": FileTensor(("q", "k", "v"), "heads"),
             "attention.dense": "o",
             "post_attention_layernorm": "mlp_norm",
             "mlp.dense_h_to_4h": "up",

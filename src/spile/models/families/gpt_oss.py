@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spile.models.families.base import Family, Fused, extend
+from spile.models.families.base import Family, FileTensor, extend
 
 FAMILY = Family(
     model_types=("gpt_oss",),
@@ -15,11 +15,11 @@ FAMILY = Family(
     names=replace(
         extend({"mlp.router": "router"}),
         tensors={
-            "self_attn.sinks": Fused(("sinks",)),
-            "mlp.experts.gate_up_proj": Fused(("gate", "up"), "interleaved"),
-            "mlp.experts.gate_up_proj_bias": Fused(("gate_bias", "up_bias"), "interleaved"),
-            "mlp.experts.down_proj": Fused(("down",), "columns"),
-            "mlp.experts.down_proj_bias": Fused(("down_bias",)),
+            "self_attn.sinks": FileTensor(("sinks",)),
+            "mlp.experts.gate_up_proj": FileTensor(("gate", "up"), "interleaved"),
+            "mlp.experts.gate_up_proj_bias": FileTensor(("gate_bias", "up_bias"), "interleaved"),
+            "mlp.experts.down_proj": FileTensor(("down",), "columns"),
+            "mlp.experts.down_proj_bias": FileTensor(("down_bias",)),
         },
     ),
     options={"slides": lambda layer: (layer + 1) % 2, "sinks": True, "expert_biases": True},

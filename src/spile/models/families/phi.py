@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spile.models.families.base import Family, Fused, extend
+from spile.models.families.base import Family, FileTensor, extend
 
 PHI = Family(
     model_types=("phi",),
@@ -33,6 +33,6 @@ PHI3 = Family(
     models="Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, with longrope too",
     differs="queries, keys and values in one matrix, gate and up in another; one attention window for all layers",
     example=("microsoft/Phi-3-mini-4k-instruct", {}),
-    names=extend({"self_attn.qkv_proj": Fused(("q", "k", "v")), "mlp.gate_up_proj": Fused(("gate", "up"))}),
+    names=extend({"self_attn.qkv_proj": FileTensor(("q", "k", "v")), "mlp.gate_up_proj": FileTensor(("gate", "up"))}),
     options={"rope_kinds": {"su": "longrope", "yarn": "longrope"}},
 )
