@@ -52,7 +52,7 @@ def sequential(folder: Path) -> Iterator[int]:
 def shuffled(folder: Path, block: int | None = None, **how: Any) -> Iterator[int]:
     """Read with spile; ``block``: bytes of a block, instead of the size that the buffer implies."""
     reader = spile.open(str(folder)).shuffled("residual.0", BATCH, **how)
-    sizes = {} if block is None else {"_BLOCKS": max(1, how["memory"] // block), "_SMALLEST_PART": 1}
+    sizes = {} if block is None else {"_BLOCKS": max(1, how["memory"] // block), "_MIN_PART_ROWS": 1}
     with patch.multiple(shuffle, **sizes) if sizes else nullcontext():
         _ = reader.quality  # computes the size of the blocks
     for rows in reader:

@@ -80,7 +80,7 @@ def make(root: str, documents: int) -> None:
 
 def with_blocks(dataset: Dataset, blocks: int, **how: Any) -> Iterator[Any]:
     """Return the two-level shuffle with this number of blocks in the buffer instead of the default."""
-    with patch.multiple(shuffle, _BLOCKS=blocks, _SMALLEST_PART=1):
+    with patch.multiple(shuffle, _BLOCKS=blocks, _MIN_PART_ROWS=1):
         reader = dataset.shuffled("residual.0", BATCH, **how)
         print(f"    {reader.quality}")  # computes the size of the blocks
     return reader

@@ -212,7 +212,7 @@ def test_tap_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_samples_are_in_the_order_of_the_data(root: str) -> None:
     dataset = spile.open(root)
-    shard = dataset.shard(dataset.streams[0], dataset.streams[0].shards[0])
+    shard = dataset._open_shard(dataset.streams[0], dataset.streams[0].shards[0])
     assert shard.read_tensor("sample_index").tolist() != [0, 1, 2], "stored in another order"
     assert [sample.text for sample in dataset] == TEXTS
     assert [ref.index for ref in dataset.samples] == [0, 1, 2]

@@ -219,17 +219,14 @@ def take_steps(
             q: Array, k: Array, v: Array, caches: _Caches, options: AttentionOptions, hook: Hook
         ) -> tuple[Array, _Caches]:
             old_keys, old_values, *fresh = caches
-            for which, new in enumerate((k, v)):
-                new = _cache_layout(new, groups).astype(fresh[which].dtype)
-                fresh[which] = jax.lax.dynamic_update_slice_in_dim(fresh[which], new, number, axis=3)
+            keys, values = (_write_step(cache, new, number) for cache, new in zip(fresh, (k, v), strict=True))
             past = jnp.arange(old_keys.shape[3], dtype=jnp.int32)
             old = _attention_mask(place, past, options.window) & (past < first_position[..., None])
             new = _attention_mask(number.reshape(1, 1, 1), numbers, options.window)
-            new = jnp.broadcast_to(new, (*old.shape[:3], stride))
-            pairs = ((old_keys, old_values, old), (fresh[0], fresh[1], new))
+            pairs = ((old_keys, old_values, old), (keys, values, jnp.broadcast_to(new, (*old.shape[:3], stride))))
             if options.top:
                 _report_cached_weights(q, pairs, first_position, options, hook)
-            return _cached_attention(q, pairs, options), fresh
+            return _cached_attention(q, pairs, options), (keys, values)
 
         before = list(zip(slots.keys, slots.values, *carry[1], strict=True))
         x, fresh, kept = _run_layers(params, now.token[..., None], place, attend, before, config, mixture, taps, keep)
@@ -303,6 +300,12 @@ def _write_cache(cache: Array, new: Array, slot: Array, place: Array) -> Array:
     by_head = jax.vmap(write, in_axes=(0, 0, None, None))
     out: Array = jax.vmap(by_head)(cache, new, slot, place)
     return out
+
+
+def _write_step(cache: Array, new: Array, number: Array) -> Array:
+    """Write the keys or values of step ``number`` to those of the stride."""
+    new = _cache_layout(new, cache.shape[0]).astype(cache.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(cache, new, number, axis=3)
 
 
 def _slot_caches(cache: Array, slot: Array) -> Array:

@@ -118,7 +118,7 @@ class _OpenShard:
 
     def mask(self) -> _Mask | None:
         """Return which rows all conditions but norms select, with all of their window; None: every row."""
-        if not self._selection.by_tail and self._window == 1:
+        if not self._selection.by_metadata and self._window == 1:
             return None
         if self._mask is None:
             reader, before = self.reader, self._window - 1
@@ -136,8 +136,16 @@ class _OpenShard:
 class StoredBlocks(BlockSource):
     """Taps of committed shards."""
 
-    def __init__(self, taps: Sequence[str], shards: _Shards, options: BlockOptions, *, remote: bool = False) -> None:
-        self.taps, self._shards, self.remote = tuple(taps), tuple(shards), remote
+    def __init__(
+        self,
+        taps: Sequence[str],
+        shards: _Shards,
+        options: BlockOptions,
+        identity: str = "",
+        *,
+        remote: bool = False,
+    ) -> None:
+        self.taps, self._shards, self.identity, self.remote = tuple(taps), tuple(shards), identity, remote
         self.selection, self._context, self.window, _ = options
         self.samples = sum(record.count for _, record in self._shards)
         self.rows = sum(record.tokens for _, record in self._shards)
@@ -149,10 +157,6 @@ class StoredBlocks(BlockSource):
     def _table(self) -> _SampleTable:
         return _SampleTable.of(self._shards)
 
-    @property
-    def streams(self) -> list[Any]:
-        return list(dict.fromkeys(stream for stream, _ in self._shards))
-
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
         if not self._shards:
             return {}
@@ -163,10 +167,10 @@ class StoredBlocks(BlockSource):
     def reads(self, samples: _Numbers, part: _Numbers, parts: int) -> Iterator[Read]:
         shards, indices = self._table.find(samples)
         most = self.samples_per_read(parts)
-        for mine in _by_shard(shards):
-            for begin in range(0, len(mine), most):
-                few = mine[begin : begin + most]
-                yield partial(self._read, int(shards[few[0]]), samples[few], indices[few], part[few], parts)
+        for group in _by_shard(shards):
+            for begin in range(0, len(group), most):
+                some = group[begin : begin + most]
+                yield partial(self._read, int(shards[some[0]]), samples[some], indices[some], part[some], parts)
 
     def _read(self, number: int, samples: _Numbers, indices: _Numbers, part: _Numbers, parts: int) -> RowChunk | None:
         """Read parts of samples of one shard, neighbours together."""
@@ -187,15 +191,17 @@ class StoredBlocks(BlockSource):
         gaps = np.flatnonzero(starts[1:] > stops[:-1])
         runs = list(zip(starts[[0, *gaps + 1]].tolist(), stops[[*gaps, -1]].tolist(), strict=True))
         rows = {tap: [shard.reader.rows(tap, *run) for run in runs] for tap in self.taps}
-        known = RowBatch.join([context_of(shard.stream, shard.reader, *run) for run in runs]) if self._context else None
+        context = None
+        if self._context:
+            context = RowBatch.join([context_of(shard.stream, shard.reader, *run) for run in runs])
         if selection.by_norm:
-            near = np.concatenate([selection.of_norm(_norms(array)) for array in rows[self.taps[0]]])
-            near = _all_of_window(near, self.window)
-            wanted = near if wanted is None else near & wanted
+            by_norm = np.concatenate([selection.norm_mask(_norms(array)) for array in rows[self.taps[0]]])
+            by_norm = _all_of_window(by_norm, self.window)
+            wanted = by_norm if wanted is None else by_norm & wanted
         if wanted is not None:
-            keys, known = keys[wanted], known and known.take(wanted)
+            keys, context = keys[wanted], context and context.take(wanted)
             rows = {tap: self._select(arrays, wanted) for tap, arrays in rows.items()}
-        return RowChunk(keys, rows, known)
+        return RowChunk(keys, rows, context)
 
     def _select(self, arrays: list[_Array], wanted: _Mask) -> list[_Array]:
         """Return the wanted rows of some arrays, with their predecessors in the order of the tokens."""
@@ -215,8 +221,8 @@ class StoredBlocks(BlockSource):
         rows = {
             tap: [np.concatenate([rows for chunk in chunks for rows in chunk.rows[tap]])[order]] for tap in self.taps
         }
-        known = [chunk.known for chunk in chunks if chunk.known is not None]
-        return RowChunk(keys[order], rows, RowBatch.join(known).take(order) if known else None)
+        contexts = [chunk.context for chunk in chunks if chunk.context is not None]
+        return RowChunk(keys[order], rows, RowBatch.join(contexts).take(order) if contexts else None)
 
     def counts(self, parts: int) -> _Numbers:
         return self._per_sample(np.zeros((self.samples, parts), np.int64), partial(self._count, parts, selected=True))
@@ -233,9 +239,9 @@ class StoredBlocks(BlockSource):
         """Fill an array with what ``call`` returns for the samples of each shard, given by their indices."""
         shards, indices = self._table.find(np.arange(self.samples))
         groups = _by_shard(shards)
-        calls = (partial(call, int(shards[mine[0]]), indices[mine]) for mine in groups)
-        for mine, values in zip(groups, read_ahead(calls, self.threads), strict=True):
-            found[mine] = values
+        calls = (partial(call, int(shards[group[0]]), indices[group]) for group in groups)
+        for group, values in zip(groups, read_ahead(calls, self.threads), strict=True):
+            found[group] = values
         return found
 
     def _count(self, parts: int, number: int, indices: _Numbers, *, selected: bool) -> _Numbers:
@@ -304,8 +310,8 @@ class JointBlocks(BlockSource):
     The first dataset decides which rows are selected, so that all datasets give the same ones.
     """
 
-    def __init__(self, sources: Mapping[str, StoredBlocks]) -> None:
-        self._sources = dict(sources)
+    def __init__(self, sources: Mapping[str, StoredBlocks], identity: str) -> None:
+        self._sources, self.identity = dict(sources), identity
         self._first = next(iter(self._sources.values()))
         self.selection, self.window = self._first.selection, self._first.window
         self.samples, self.rows = self._first.samples, self._first.rows

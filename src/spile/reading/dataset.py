@@ -26,7 +26,15 @@ from spile.objects import Folder, open_folder
 from spile.reading.blocks import JointBlocks, StoredBlocks
 from spile.reading.readers import ShuffledReaders
 from spile.reading.rows import BlockOptions, RowBatch, Selection, iterate, ref_of
-from spile.reading.samples import RowChoice, SampleList, StoredSample, Where, no_tap, sample_labels, sample_matrix
+from spile.reading.samples import (
+    RowChoice,
+    RowPositions,
+    SampleList,
+    StoredSample,
+    no_tap,
+    sample_labels,
+    sample_matrix,
+)
 from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
@@ -84,8 +92,8 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
     def _task_ids(self) -> dict[str, tuple[int, int]]:
         """The stream and index of the first sample with each task id; reads the headers of all shards."""
         found: dict[str, tuple[int, int]] = {}
-        for stream, record in self.read_shards(self.streams):
-            for note in self.shard(stream, record).notes:
+        for stream, record in self._shards():
+            for note in self._open_shard(stream, record).notes:
                 place = (stream.number, int(note["index"]))
                 found[note["task_id"]] = min(found.get(note["task_id"], place), place)
         return found
@@ -121,7 +129,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         source = self.stream(stream)
         record = source.shard_with(index)
         if record is not None:
-            shard = self.shard(source, record)
+            shard = self._open_shard(source, record)
             place = shard.place_of(index)
             ref = ref_of(source.number, shard, place)
             return StoredSample(shard, place, ref, source.taps, lambda: self.tokenizer)
@@ -132,7 +140,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         self,
         tap: str | Tap,
         *,
-        positions: Where = "last",
+        positions: RowPositions = "last",
         include: int | None = None,
         exclude: int | None = None,
     ) -> npt.NDArray[Any]:
@@ -149,7 +157,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         return sample_matrix(self, str(tap), RowChoice(positions, include, exclude))
 
     def labels(
-        self, name: str, *, positions: Where = "last", include: int | None = None, exclude: int | None = None
+        self, name: str, *, positions: RowPositions = "last", include: int | None = None, exclude: int | None = None
     ) -> npt.NDArray[Any]:
         """Return a field of the data that was kept with each sample, aligned with :meth:`numpy` of the same arguments.
 
@@ -227,15 +235,10 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        records = self.read_shards(self.streams_with((str(tap),), streams))[first::step]
-        # Not those of self.shard: a pass over the dataset must not evict the shards that lookups use.
+        records = self._shards((str(tap),), streams)[first::step]
+        # Not _open_shard: a pass over the dataset must not evict the shards that lookups use.
         shards = ((stream.number, stream.open(record)) for stream, record in records)
         return iterate(shards, str(tap), batch_rows, Selection(include, exclude), context=context)
-
-    def read_shards(self, streams: Sequence[Stream]) -> list[tuple[Stream, ShardRecord]]:
-        """Read the ledgers of these streams and return their committed shards."""
-        read_ledgers(streams)
-        return [(stream, record) for stream in streams for record in stream.shards]
 
     @property
     def place(self) -> str:
@@ -243,13 +246,11 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         return self.root.url
 
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> StoredBlocks:
-        shards = self.read_shards(self.streams_with(taps, options.streams))
-        return StoredBlocks(taps, shards, options, remote=self.root.local_path is None)
+        shards = self._shards(taps, options.streams)
+        identity = self._hash_samples(dict.fromkeys(stream for stream, _ in shards))
+        return StoredBlocks(taps, shards, options, identity, remote=self.root.local_path is None)
 
-    def _identify(self, source: StoredBlocks) -> str:
-        return self.identity(source.streams)
-
-    def identity(self, streams: Iterable[Stream]) -> str:
+    def _hash_samples(self, streams: Iterable[Stream]) -> str:
         """Return a hash of the run and of the samples of some streams, however they are divided into shards."""
         samples = [
             (stream.number, stream.tokens, Ranges(pair for shard in stream.shards for pair in shard.samples.pairs()))
@@ -264,8 +265,15 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
 
         return tap_statistics(self, str(tap), streams)
 
-    def streams_with(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
-        """Return the streams that have all of these taps."""
+    def _shards(
+        self, taps: Sequence[str] = (), streams: Iterable[int] | None = None
+    ) -> list[tuple[Stream, ShardRecord]]:
+        """Read the ledgers of the streams that have all of these taps, and return their committed shards."""
+        chosen = self._streams_with(taps, streams)
+        read_ledgers(chosen)
+        return [(stream, record) for stream in chosen for record in stream.shards]
+
+    def _streams_with(self, taps: Sequence[str], streams: Iterable[int] | None) -> list[Stream]:
         wanted = self.streams if streams is None else tuple(self.stream(number) for number in streams)
         for tap in taps:
             if self.streams and tap not in self.taps:
@@ -275,7 +283,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
             raise no_tap(" with ".join(taps), self.taps)
         return found
 
-    def shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
+    def _open_shard(self, stream: Stream, record: ShardRecord) -> ShardReader:
         """Return an open shard; the most recently used ones stay open."""
         key = (stream.number, record.name)
         with self._lock:
@@ -371,15 +379,14 @@ class JointDataset(ShuffledReaders):
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> JointBlocks:
         if options.streams is not None:
             raise UserError("streams", expected="all streams if several datasets are read", found=options.streams)
-        free = options._replace(selection=Selection(), context=False)
-        chosen = self._by_dataset(taps).items()
         # The first dataset that is read decides which rows are selected.
-        return JointBlocks(
-            {name: self.datasets[name]._source(mine, free if at else options) for at, (name, mine) in enumerate(chosen)}
-        )
-
-    def _identify(self, source: Any) -> str:  # noqa: ARG002
-        return " ".join(dataset.identity(dataset.streams) for dataset in self.datasets.values())
+        all_rows = options._replace(selection=Selection(), context=False)
+        sources = {
+            name: self.datasets[name]._source(own_taps, all_rows if number else options)
+            for number, (name, own_taps) in enumerate(self._by_dataset(taps).items())
+        }
+        identity = " ".join(dataset._hash_samples(dataset.streams) for dataset in self.datasets.values())
+        return JointBlocks(sources, identity)
 
 
 def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:

@@ -14,6 +14,7 @@ import pickle
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -81,16 +82,16 @@ class Export:
 
     @property
     def rows(self) -> int:
-        return sum(stream.tokens for stream in self.dataset.streams_with(self.taps, self.streams))
+        return sum(record.tokens for _, record in self.dataset._shards(self.taps, self.streams))
 
     def shards(self) -> Iterator[ExportedShard]:
         """Yield the shards that have these taps, in the order of streams and commits."""
-        total, done = self.rows, 0
-        for stream in self.dataset.streams_with(self.taps, self.streams):
-            for number, record in enumerate(stream.shards, 1):
-                yield ExportedShard(self, stream.number, number, stream.open(record))
-                done += record.tokens
-                self.seen(done, total)
+        total, done, numbers = self.rows, 0, Counter[int]()
+        for stream, record in self.dataset._shards(self.taps, self.streams):
+            numbers[stream.number] += 1
+            yield ExportedShard(self, stream.number, numbers[stream.number], stream.open(record))
+            done += record.tokens
+            self.seen(done, total)
 
     def convert(self, rows: _Array, what: str) -> _Array:
         """Return rows in the dtype of the export.
@@ -479,7 +480,7 @@ def _draft_samples(export: Export, last: str) -> Iterator[tuple[int, _Array, _Ar
         raise UserError(
             "the dataset has not all tokens", expected="--positions all", found=f"--positions {run.positions}"
         )
-    streams = {stream.number for stream in dataset.streams_with(export.taps, export.streams)}
+    streams = {stream.number for stream, _ in dataset._shards(export.taps, export.streams)}
     chosen = [address for place in range(len(dataset)) if (address := dataset.samples.address(place))[0] in streams]
     trained = 0
     for number, (stream, index) in enumerate(chosen):

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class GrainRows(grain.IterDataset[Any]):  # type: ignore[misc]
     """``dataset.shuffled(…)`` as a ``grain.IterDataset`` whose elements are batches."""
 
-    def __init__(self, dataset: ShuffledReaders, tap: Any, **how: Any) -> None:
+    def __init__(self, dataset: ShuffledReaders, tap: Any, **options: Any) -> None:
         super().__init__()
         self._place, self._tap = dataset.place, tap
-        self._open = partial(dataset.shuffled, tap, **how)
+        self._open = partial(dataset.shuffled, tap, **options)
         self._open().close()  # wrong arguments are reported here
 
     def __iter__(self) -> GrainBatches:

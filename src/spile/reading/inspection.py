@@ -41,7 +41,7 @@ def tap_statistics(
     dataset: Dataset, tap: str, streams: Iterable[int] | None = None, part: DatasetPart = _WHOLE
 ) -> TapStatistics:
     """Return the statistics of a tap: from the commits if they have them, otherwise from the rows."""
-    chosen = [stream for stream in dataset.streams_with((tap,), streams) if part.has_stream(stream.number)]
+    chosen = [stream for stream in dataset._streams_with((tap,), streams) if part.has_stream(stream.number)]
     read_ledgers(chosen)
     shards = []
     for stream in chosen:
@@ -150,9 +150,7 @@ class Inspection:
 def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
     """Return the statistics of a tap from the commits alone, without sums; None if a shard has none."""
     parts = [
-        TapStatistics.from_json(shard.statistics.get(tap), stream.number)
-        for stream in dataset.streams_with((tap,), None)
-        for shard in stream.shards
+        TapStatistics.from_json(shard.statistics.get(tap), stream.number) for stream, shard in dataset._shards((tap,))
     ]
     known = [part for part in parts if part is not None]
     return TapStatistics.merged(known) if known and len(known) == len(parts) else None
@@ -160,7 +158,7 @@ def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
 
 def dimension_stats(dataset: Dataset, tap: str, shards: int = 8) -> TapStatistics:
     """Return the statistics of a tap, with sums, of a few shards that are spread over the dataset."""
-    found = [(stream, record) for stream in dataset.streams_with((tap,), None) for record in stream.shards]
+    found = dataset._shards((tap,))
     return _merged_statistics((found[number] for number in spread(len(found), shards)), tap)
 
 
@@ -177,7 +175,7 @@ def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, se
         stream = dataset.stream(number)
         record = stream.shard_with(index)
         if record is not None and set(taps) <= set(stream.taps):
-            picked.append((number, dataset.shard(stream, record), index, float(source.random())))
+            picked.append((number, dataset._open_shard(stream, record), index, float(source.random())))
     calls = (partial(_run_of_rows, *each, length, tuple(taps)) for each in picked)
     parts = [part for part in read_ahead(calls, _READS) if len(part.tokens if part.tokens is not None else ())]
     if not parts:
@@ -216,9 +214,9 @@ def tap_widths(dataset: Dataset) -> dict[str, int]:
     """Return the width of each tap whose rows are numbers with a norm, not token ids; none before the first commit."""
     found = {}
     for tap in dataset.taps:
-        (stream, *_) = dataset.streams_with((tap,), None)
+        (stream, *_) = dataset._streams_with((tap,), None)
         if stream.shards:
-            dtype, width = dataset.shard(stream, stream.shards[0]).row_type(tap)
+            dtype, width = dataset._open_shard(stream, stream.shards[0]).row_type(tap)
             if dtype.kind not in "iu":
                 found[tap] = width
     return found
@@ -297,7 +295,7 @@ def compare_datasets(
     ``samples`` limits the comparison to this many samples, spread over the data.
     """
     for tap in taps or ():
-        a.streams_with((tap,), None), b.streams_with((tap,), None)
+        a._streams_with((tap,), None), b._streams_with((tap,), None)
     wanted = [tap for tap in (taps or a.taps) if tap in b.taps]
     if not wanted:
         raise UserError("taps", expected=f"a tap of both datasets, such as {', '.join(a.taps[:3])}", found="none")

@@ -64,10 +64,6 @@ class ShuffledReaders(ABC):
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> BlockSource:
         """Return the rows of some taps as a source of shuffle blocks."""
 
-    @abstractmethod
-    def _identify(self, source: Any) -> str:
-        """Return a hash of what is read, for the state of a reader."""
-
     def shuffled(
         self,
         tap: str | Tap | Sequence[str | Tap],
@@ -85,7 +81,7 @@ class ShuffledReaders(ABC):
         streams: Iterable[int] | None = None,
         state: Mapping[str, Any] | None = None,
         after: int = 0,
-        **wanted: Unpack[SelectionOptions],
+        **selection: Unpack[SelectionOptions],
     ) -> Shuffled:
         """Return the rows of a tap, or the rows of several taps that belong together, in random order.
 
@@ -109,21 +105,21 @@ class ShuffledReaders(ABC):
             streams: Read only these streams.
             state: Continue where this result of ``state()`` was taken.
             after: Continue after this many batches.
-            wanted: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
+            selection: Fields of :class:`~spile.reading.rows.Selection`: ``include``, ``exclude``, ``positions``,
                 ``tokens``, ``without_tokens``, ``min_norm``, ``max_norm`` and ``samples``.
         """
-        if unknown := wanted.keys() - SelectionOptions.__annotations__.keys():
+        if unknown := selection.keys() - SelectionOptions.__annotations__.keys():
             raise _unknown_argument(min(unknown))
-        known, window = _parse_context(context)
+        with_context, window = _parse_context(context)
         names = (str(tap),) if isinstance(tap, str | Tap) else tuple(map(str, tap))
-        source = self._source(names, BlockOptions(Selection(**wanted), known, window, streams))
+        source = self._source(names, BlockOptions(Selection(**selection), with_context, window, streams))
         if memory < 1:
             raise UserError("memory", expected="at least 1", found=memory)
         rows = max(1, memory // max(1, source.row_bytes)) if buffer_rows is None else buffer_rows
         plan = ShufflePlan(
             rows, batch_rows, seed, *part, drop_last, order, source.samples, source.rows, source.remote, window > 1
         )
-        chosen = ShuffleOrder(plan, source, {"dataset": self._identify(source), "taps": list(names)})
+        chosen = ShuffleOrder(plan, source, {"dataset": source.identity, "taps": list(names)})
         start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
         return Shuffled(chosen, start, epochs=epochs, dtype=dtype, single=single)
@@ -134,7 +130,7 @@ class ShuffledReaders(ABC):
         *,
         rank: int | None = None,
         world: int | None = None,
-        **how: Unpack[ShuffleOptions],
+        **options: Unpack[ShuffleOptions],
     ) -> TorchRows:
         """Return :meth:`shuffled` as a torch ``IterableDataset``, for ``DataLoader(…, batch_size=None)`` and DDP.
 
@@ -142,12 +138,12 @@ class ShuffledReaders(ABC):
             tap: A tap, or a sequence of taps.
             rank: The number of this process; None takes that of torch.distributed if it is initialised.
             world: The number of processes.
-            how: Arguments of :meth:`shuffled`; ``after`` is the number of batches that the loader of this process gave
-                before, over all its workers.
+            options: Arguments of :meth:`shuffled`; ``after`` is the number of batches that the loader of this process
+                gave before, over all its workers.
         """
         from spile.reading.torch_rows import TorchRows
 
-        return TorchRows(self, tap, rank=rank, world=world, **how)
+        return TorchRows(self, tap, rank=rank, world=world, **options)
 
     def jax(
         self,
@@ -155,7 +151,7 @@ class ShuffledReaders(ABC):
         *,
         sharding: Any = None,
         ahead: int = 2,
-        **how: Unpack[ShuffleOptions],
+        **options: Unpack[ShuffleOptions],
     ) -> DeviceBatches:
         """Return :meth:`shuffled` as JAX arrays that are copied to the device before they are needed.
 
@@ -165,18 +161,18 @@ class ShuffledReaders(ABC):
             tap: A tap, or a sequence of taps.
             sharding: Makes the batches of all processes parts of one global array.
             ahead: Batches that are copied ahead.
-            how: Arguments of :meth:`shuffled`.
+            options: Arguments of :meth:`shuffled`.
         """
         import jax
 
-        how.setdefault("part", (jax.process_index(), jax.process_count()))
-        return DeviceBatches(self.shuffled(tap, **how), sharding, ahead)
+        options.setdefault("part", (jax.process_index(), jax.process_count()))
+        return DeviceBatches(self.shuffled(tap, **options), sharding, ahead)
 
-    def grain(self, tap: str | Tap | Sequence[str | Tap], **how: Unpack[ShuffleOptions]) -> GrainRows:
+    def grain(self, tap: str | Tap | Sequence[str | Tap], **options: Unpack[ShuffleOptions]) -> GrainRows:
         """Return :meth:`shuffled` as a ``grain.IterDataset`` of batches, which Grain can checkpoint."""
         from spile.reading.grain_rows import GrainRows
 
-        return GrainRows(self, tap, **how)
+        return GrainRows(self, tap, **options)
 
 
 def _unknown_argument(name: str) -> TypeError:

@@ -1,4 +1,4 @@
-"""Rows of a tap: what is known of them, which of them are selected, reading them in order, and sources of rows."""
+"""Rows of a tap: their context, which of them are selected, reading them in order, and sources of rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SampleRef:
-    """What a listing knows of a sample."""
+    """A sample in a listing: where it is stored, and a short description."""
 
     stream: int
     index: int
@@ -82,7 +82,7 @@ class RowBatch:
         return len(self.rows)
 
     def take(self, which: Any) -> RowBatch:
-        """Return these rows with everything that is known of them."""
+        """Return these rows with their context."""
         parts = ((field.name, getattr(self, field.name)) for field in fields(self))
         return RowBatch(**{name: _each(lambda part: part[which], part) for name, part in parts if part is not None})
 
@@ -116,7 +116,7 @@ def _joined_fields(parts: list[RowBatch]) -> dict[str, _Array] | None:
 
 
 def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
-    """Return what is known of rows ``first`` to ``last`` of a shard, without the rows themselves."""
+    """Return the context of rows ``first`` to before ``last`` of a shard, without the rows themselves."""
     numbers = np.arange(first, last)
     sample = np.searchsorted(shard.read_tensor("offsets"), numbers, side="right") - 1
     begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
@@ -146,6 +146,16 @@ def column(values: list[Any]) -> _Array:
     for place, value in enumerate(values):
         objects[place] = value
     return objects
+
+
+def role_mask(roles: _Array, include: int | None, exclude: int | None) -> _Mask:
+    """Return which rows have any of the role bits ``include`` and none of ``exclude``; None is no condition."""
+    mask = np.ones(len(roles), np.bool_)
+    if include is not None:
+        mask &= (roles & int(include)) != 0
+    if exclude is not None:
+        mask &= (roles & int(exclude)) == 0
+    return mask
 
 
 @dataclass(frozen=True)
@@ -186,19 +196,15 @@ class Selection:
         return self.min_norm is not None or self.max_norm is not None
 
     @property
-    def by_tail(self) -> bool:
-        """Whether there is a condition other than norms; the end of a shard's file decides it without its rows."""
+    def by_metadata(self) -> bool:
+        """Whether there is a condition other than norms, which is decided without reading rows."""
         return any(value is not None for name, value in vars(self).items() if not name.endswith("_norm"))
 
     def mask(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
         """Return which of the rows ``start`` to ``stop`` of a shard meet all conditions but those on norms."""
         wanted = np.ones(stop - start, np.bool_)
         if self.include is not None or self.exclude is not None:
-            roles = shard.read_tensor("roles")[start:stop]
-            if self.include is not None:
-                wanted &= (roles & self.include) != 0
-            if self.exclude is not None:
-                wanted &= (roles & self.exclude) == 0
+            wanted &= role_mask(shard.read_tensor("roles")[start:stop], self.include, self.exclude)
         if self.tokens is not None:
             wanted &= np.isin(shard.read_tensor("tokens")[start:stop], list(self.tokens))
         if self.without_tokens is not None:
@@ -208,10 +214,10 @@ class Selection:
             position = shard.positions(start, stop)
             wanted &= (position >= first) & (position < (last if last is not None else np.iinfo(np.int64).max))
         if self.samples is not None:
-            wanted &= self._of_samples(stream, shard, start, stop)
+            wanted &= self._sample_mask(stream, shard, start, stop)
         return wanted
 
-    def _of_samples(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
+    def _sample_mask(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
         assert self.samples is not None  # noqa: S101  for the type checker
         if start == stop:
             return np.zeros(0, np.bool_)
@@ -220,7 +226,7 @@ class Selection:
         chosen = [bool(self.samples(ref_of(stream, shard, number))) for number in range(first, last + 1)]
         return np.array(chosen, np.bool_)[place - first]
 
-    def of_norm(self, norms: npt.NDArray[np.float32]) -> _Mask:
+    def norm_mask(self, norms: npt.NDArray[np.float32]) -> _Mask:
         return np.asarray(
             (norms >= (-np.inf if self.min_norm is None else self.min_norm))
             & (norms <= (np.inf if self.max_norm is None else self.max_norm))
@@ -305,13 +311,13 @@ def _reads(
 def _read(
     stream: int, shard: ShardReader, tap: str, first: int, last: int, selection: Selection, context: bool
 ) -> RowBatch:
-    if selection.by_tail:
+    if selection.by_metadata:
         wanted = selection.mask(stream, shard, first, last)
         if not wanted.any():
             return RowBatch(np.empty((0, 0), np.float32))
     rows = shard.rows(tap, first, last)
     part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
-    return part.take(wanted) if selection.by_tail else part
+    return part.take(wanted) if selection.by_metadata else part
 
 
 class ReaderClosed(Exception):
@@ -325,7 +331,7 @@ class RowChunk(NamedTuple):
     """Numbers that order rows by sample and by their place in it."""
     rows: Mapping[str, Sequence[_Array]]
     """Tap → rows, in one or several arrays."""
-    known: RowBatch | None
+    context: RowBatch | None
     """Tokens, roles, streams, samples and positions of the rows, if they were requested."""
 
 
@@ -344,7 +350,7 @@ class RowGroup(NamedTuple):
 
 
 class BlockOptions(NamedTuple):
-    """What a source of shuffle blocks is asked for, besides taps."""
+    """Which rows a source of shuffle blocks gives, and in which form."""
 
     selection: Selection
     context: bool
@@ -360,6 +366,8 @@ class BlockSource:
     """
 
     selection: Selection
+    identity: str = ""
+    """A hash of the run and its samples, for the state of a reader."""
     window: int = 1
     """Tokens of a row. With 2, a row is the rows of a token's predecessor and of the token itself."""
     samples: int = 0

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from spile.errors import SpileError, UserError
 from spile.objects.folder import read_ahead
-from spile.reading.rows import SampleRef, column
+from spile.reading.rows import SampleRef, column, role_mask
 from spile.spec.amounts import counted
 from spile.spec.positions import counted_choice, last_content
 from spile.spec.ranges import Ranges
@@ -241,12 +241,10 @@ class SampleList(Sequence[SampleRef]):
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        dataset.read_shards(dataset.streams)
-        self._runs = [
-            (stream.number, start, stop)
-            for stream in dataset.streams
-            for start, stop in Ranges(pair for shard in stream.shards for pair in shard.samples.pairs()).pairs()
-        ]
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for stream, record in dataset._shards():
+            pairs.setdefault(stream.number, []).extend(record.samples.pairs())
+        self._runs = [(stream, *pair) for stream, found in pairs.items() for pair in Ranges(found).pairs()]
         self._ends = list(accumulate(stop - start for _, start, stop in self._runs))
 
     def __len__(self) -> int:
@@ -278,7 +276,7 @@ class SampleList(Sequence[SampleRef]):
 
 Pool = Callable[[npt.NDArray[np.float32]], npt.ArrayLike]
 """A function of the rows ``[n, d]`` of a sample that returns one row ``[d]``."""
-Where = Literal["last", "last-content", "first", "mean", "all"] | str | int | Pool
+RowPositions = Literal["last", "last-content", "first", "mean", "all"] | str | int | Pool
 """Which rows of a sample are taken: one of them, their mean, all, ``first:8``, the row with this number, or a function
 of the rows."""
 
@@ -287,53 +285,50 @@ of the rows."""
 class RowChoice:
     """Which rows of each sample are taken, of those whose roles are selected."""
 
-    where: Where = "last"
+    positions: RowPositions = "last"
     include: int | None = None
     exclude: int | None = None
 
     def __post_init__(self) -> None:
-        known = isinstance(self.where, str) and (self.where in get_args(get_args(Where)[0]) or self._first)
-        if not known and type(self.where) is not int and not callable(self.where):
+        names = get_args(get_args(RowPositions)[0])
+        known = isinstance(self.positions, str) and (self.positions in names or self._first)
+        if not known and type(self.positions) is not int and not callable(self.positions):
             expected = "last, last-content, first, first:8, mean, all, the number of a row, or a function of the rows"
-            raise UserError("positions", expected=expected, found=repr(self.where))
+            raise UserError("positions", expected=expected, found=repr(self.positions))
 
     @property
     def _first(self) -> int:
         """The number of rows of ``first:8``, otherwise 0."""
-        kind, count = (counted_choice(self.where) if isinstance(self.where, str) else None) or ("", 0)
+        kind, count = (counted_choice(self.positions) if isinstance(self.positions, str) else None) or ("", 0)
         return count if kind == "first" else 0
 
     @property
     def many(self) -> bool:
         """Whether a sample may have several rows, or none."""
-        return self.where == "all" or self._first > 0
+        return self.positions == "all" or self._first > 0
 
     def pick(self, roles: _Array, name: str) -> _Array:
         """Return the numbers of the chosen rows of a sample whose rows have these roles."""
-        rows = np.arange(len(roles))
-        if self.include is not None:
-            rows = rows[(roles[rows] & int(self.include)) != 0]
-        if self.exclude is not None:
-            rows = rows[(roles[rows] & int(self.exclude)) == 0]
+        rows = np.flatnonzero(role_mask(roles, self.include, self.exclude))
         if self.many:
             return rows[: self._first or None]
-        if self.where == "last-content":
+        if self.positions == "last-content":
             rows = rows[last_content(roles[rows])]
-        number = self.where if isinstance(self.where, int) else -1 if self.where == "last" else 0
+        number = self.positions if isinstance(self.positions, int) else -1 if self.positions == "last" else 0
         if not -len(rows) <= number < len(rows):
             raise UserError(
-                f"sample {name} has no row for positions={self.where!r}",
+                f"sample {name} has no row for positions={self.positions!r}",
                 found=f"{counted(len(rows), 'row')} after include and exclude",
             )
-        return rows if self.where == "mean" or callable(self.where) else rows[[number]]
+        return rows if self.positions == "mean" or callable(self.positions) else rows[[number]]
 
     def reduce(self, rows: _Array) -> _Array:
         """Return the chosen rows of a sample; with ``mean`` or a function, one row made of them."""
-        if self.where == "mean":
+        if self.positions == "mean":
             return np.asarray(rows.mean(axis=0, keepdims=True), np.float32)
-        if not callable(self.where):
+        if not callable(self.positions):
             return rows
-        pooled = np.asarray(self.where(rows), np.float32)
+        pooled = np.asarray(self.positions(rows), np.float32)
         if pooled.ndim != 1:
             expected = "a function that returns one row [d]"
             raise UserError("positions", expected=expected, found=f"shape {pooled.shape}")
@@ -349,7 +344,7 @@ def sample_matrix(dataset: Dataset, tap: str, choice: RowChoice) -> _Array:
         ends = np.cumsum([len(numbers) for numbers in chosen])[:-1]
         return [choice.reduce(each) for each in np.split(rows, ends)]
 
-    found = _of_samples(dataset, dataset.streams_with((tap,), None), read)
+    found = _of_samples(dataset, dataset._shards((tap,)), read)
     return np.concatenate(found) if found else np.zeros((0, 0), np.float32)
 
 
@@ -363,7 +358,7 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
         counts = map(len, _chosen_rows(shard, choice)) if choice.many else [1] * len(kept)
         return [[each.get(name)] * count for each, count in zip(kept, counts, strict=True)]
 
-    found = _of_samples(dataset, dataset.streams, read)
+    found = _of_samples(dataset, dataset._shards(), read)
     if found and name not in known:
         raise UserError(
             f"no field {name} is stored with the samples of {dataset.root.url}",
@@ -375,16 +370,18 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
 
 
 def _of_samples(
-    dataset: Dataset, streams: Sequence[Stream], read: Callable[[ShardReader], Sequence[_Found]]
+    dataset: Dataset,
+    shards: Iterable[tuple[Stream, ShardRecord]],
+    read: Callable[[ShardReader], Sequence[_Found]],
 ) -> list[_Found]:
     """Return what ``read`` returns for each sample of each shard, in the order of the data."""
 
     def of_shard(stream: Stream, record: ShardRecord) -> list[tuple[int, int, _Found]]:
-        shard = dataset.shard(stream, record)
+        shard = dataset._open_shard(stream, record)
         index = shard.read_tensor("sample_index").tolist()
         return [(stream.number, *each) for each in zip(index, read(shard), strict=True)]
 
-    calls = (partial(of_shard, *shard) for shard in dataset.read_shards(streams))
+    calls = (partial(of_shard, *shard) for shard in shards)
     found = chain.from_iterable(read_ahead(calls, _SHARDS_AT_ONCE))
     return [value for _, _, value in sorted(found, key=itemgetter(0, 1))]
 

@@ -46,8 +46,8 @@ _BLOCKS = 4096
 """Blocks that the buffer holds. With fewer, a sparse autoencoder trained on the rows ends measurably above one trained
 on a full permutation (docs/performance.md)."""
 _REMOTE_BLOCKS = 512  # the same for a bucket: each block costs a request
-_SMALLEST_PART = 64  # rows of a part of a sample, at least: smaller parts cost more to read than they improve the order
-_LEAST_BLOCKS = 64
+_MIN_PART_ROWS = 64  # rows of a part of a sample, at least: smaller parts cost more to read than they improve the order
+_MIN_BLOCKS = 64
 """Blocks of each of several readers, at least: readers have equally many blocks, and about equally many rows."""
 _AHEAD = 3  # batches that are ready before they are asked for
 
@@ -105,10 +105,10 @@ class ShufflePlan:
         if self.order == "data":
             return 1, 1
         mean = max(1.0, self.rows / max(1, self.samples))
-        wanted = max(min(mean, _SMALLEST_PART), self.buffer_rows / (_REMOTE_BLOCKS if self.remote else _BLOCKS))
+        wanted = max(min(mean, _MIN_PART_ROWS), self.buffer_rows / (_REMOTE_BLOCKS if self.remote else _BLOCKS))
         wanted = mean if self.one_group else wanted
         if self.parts > 1:
-            wanted = max(1.0, min(wanted, self.rows / self.parts / _LEAST_BLOCKS))
+            wanted = max(1.0, min(wanted, self.rows / self.parts / _MIN_BLOCKS))
         if wanted >= mean or self.whole_samples:
             return max(1, int(wanted / mean)), 1
         return 1, math.ceil(mean / wanted)
@@ -361,13 +361,13 @@ class ShuffleBuffer:
                 self._grow(count)
             self._free_count -= count
             slots = self._free[self._free_count : self._free_count + count][::-1].copy()
-        in_line = bool((np.diff(slots) == 1).all())
+        consecutive = bool((np.diff(slots) == 1).all())
         for tap, arrays in rows.items():
             at = 0
             for array in arrays:
                 end = at + len(array)
                 # Copying to consecutive slots is faster than copying to a list of slots.
-                where = slice(slots[at], slots[end - 1] + 1) if in_line and end > at else slots[at:end]
+                where = slice(slots[at], slots[end - 1] + 1) if consecutive and end > at else slots[at:end]
                 self._arrays[tap][where] = array.view(_bits(array.dtype))
                 at = end
         return slots
@@ -405,19 +405,20 @@ def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class _Rows(NamedTuple):
-    """Rows in the buffer, in some order, and what is known of them."""
+    """Rows in the buffer, in some order, and their context if it is requested."""
 
     slots: _Numbers
-    known: RowBatch | None
+    context: RowBatch | None
 
     def take(self, which: Any) -> _Rows:
-        return _Rows(self.slots[which], None if self.known is None else self.known.take(which))
+        return _Rows(self.slots[which], None if self.context is None else self.context.take(which))
 
     @staticmethod
     def join(parts: list[_Rows]) -> _Rows:
-        slots = [part.slots for part in parts if len(part.slots)]
-        known = [part.known for part in parts if part.known is not None and len(part.slots)]
-        return _Rows(np.concatenate(slots) if slots else np.zeros(0, np.int64), RowBatch.join(known) if known else None)
+        full = [part for part in parts if len(part.slots)]
+        slots = np.concatenate([part.slots for part in full]) if full else np.zeros(0, np.int64)
+        contexts = [part.context for part in full if part.context is not None]
+        return _Rows(slots, RowBatch.join(contexts) if contexts else None)
 
 
 class _Window(NamedTuple):
@@ -442,13 +443,13 @@ class Shuffled(Iterator[Any]):
         self, order: ShuffleOrder, start: Position, *, epochs: int | None, dtype: npt.DTypeLike | None, single: bool
     ) -> None:
         self._order, self._epochs = order, epochs
-        self._how = None if dtype is None else np.dtype(dtype), single
+        self._dtype, self._single = None if dtype is None else np.dtype(dtype), single
         self._begin(start)
 
     def _begin(self, start: Position) -> None:
         self._position, stop = start, threading.Event()
-        engine = _Engine(self._order, self._epochs, *self._how, stop)
-        self._items: Iterator[tuple[Any, Position]] = iterate_ahead(engine.run(start), _AHEAD)
+        maker = _BatchMaker(self._order, self._epochs, self._dtype, self._single, stop)
+        self._items: Iterator[tuple[Any, Position]] = iterate_ahead(maker.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
         self._end = weakref.finalize(self, _close, stop, self._order.source, self._items)
 
@@ -503,7 +504,7 @@ def _close(stop: threading.Event, source: BlockSource, items: Any) -> None:
         threading.Thread(target=items.close, daemon=True).start()
 
 
-class _Engine:
+class _BatchMaker:
     """Makes the batches of a reader, in a thread of its own."""
 
     def __init__(
@@ -572,7 +573,7 @@ class _Engine:
         if self._source.window > 1:
             taps = {tap: array.reshape(len(array), self._source.window, -1) for tap, array in taps.items()}
         given: Any = next(iter(taps.values())) if self._single else taps
-        return given if rows.known is None else replace(rows.known, rows=given)
+        return given if rows.context is None else replace(rows.context, rows=given)
 
     def _windows(self, start: Position) -> Iterator[_Window]:
         """Yield the windows from that of the start on. The next group loads while a window is given."""
@@ -622,7 +623,7 @@ class _Engine:
                     raise ReaderClosed
                 if chunk is not None:
                     keys.append(chunk.keys)
-                    found.append(_Rows(self._buffer.put(chunk.rows, len(chunk.keys)), chunk.known))
+                    found.append(_Rows(self._buffer.put(chunk.rows, len(chunk.keys)), chunk.context))
         rows = _Rows.join(found)
         if not found:
             return rows

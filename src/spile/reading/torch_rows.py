@@ -55,12 +55,12 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
         rank: int | None = None,
         world: int | None = None,
         after: int = 0,
-        **how: Any,
+        **options: Any,
     ) -> None:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._rank = rank if rank is not None else torch.distributed.get_rank() if distributed else 0
         self._world = world if world is not None else torch.distributed.get_world_size() if distributed else 1
-        self._dataset, self._tap, self._after, self._how = dataset, tap, after, how
+        self._dataset, self._tap, self._after, self._options = dataset, tap, after, options
         self._state: Mapping[str, Any] | None = None
         self._reader: Shuffled | None = None
         self._open(0, 1).close()  # wrong arguments are reported here, not in a worker
@@ -87,4 +87,4 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
 
     def _open(self, worker: int, workers: int, after: int = 0) -> Shuffled:
         part = (self._rank * workers + worker, self._world * workers)
-        return self._dataset.shuffled(self._tap, part=part, state=self._state, after=after, **self._how)
+        return self._dataset.shuffled(self._tap, part=part, state=self._state, after=after, **self._options)

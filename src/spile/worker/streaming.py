@@ -435,6 +435,9 @@ class LiveBlocks(BlockSource):
     def __init__(self, stream: ActivationStream, taps: tuple[str, ...], options: BlockOptions) -> None:
         self._stream, self._taps, self._options = stream, taps, options
         self.selection, self.window = options.selection, options.window
+        data = stream.run.stream_identity.compared()
+        text = f"{stream.run.identity.fingerprint()} {sorted(data.items())}"
+        self.identity = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._feed: Feed | None = None
 
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
@@ -495,11 +498,11 @@ class ActivationStream(ShuffledReaders):
         """The taps that are computed."""
         return tuple(kind.name for kind in self.run.rows)
 
-    def shuffled(self, tap: Any, batch_rows: int = 4096, *, order: RowOrder = "data", **how: Any) -> Any:
+    def shuffled(self, tap: Any, batch_rows: int = 4096, *, order: RowOrder = "data", **options: Any) -> Any:
         """Return shuffled batches as :meth:`spile.Dataset.shuffled` does it, in the order of the data."""
         if order != "data":
             raise UserError("order", expected="data: samples are computed in their order", found=repr(order))
-        return super().shuffled(tap, batch_rows, order=order, **how)
+        return super().shuffled(tap, batch_rows, order=order, **options)
 
     def _source(self, taps: tuple[str, ...], options: BlockOptions) -> LiveBlocks:
         for tap in taps:
@@ -508,11 +511,6 @@ class ActivationStream(ShuffledReaders):
         if options.streams is not None:
             raise UserError("streams", expected="a stored dataset", found=options.streams)
         return LiveBlocks(self, taps, options)
-
-    def _identify(self, source: Any) -> str:  # noqa: ARG002
-        data = self.run.stream_identity.compared()
-        text = f"{self.run.identity.fingerprint()} {sorted(data.items())}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @contextmanager
     def _computing(self, plan: ShufflePlan, first: int) -> Iterator[Feed]:

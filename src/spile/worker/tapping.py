@@ -24,7 +24,7 @@ from spile.models.model_files import ModelFiles
 from spile.models.params import Params, choose_runs
 from spile.models.weights import load
 from spile.reading.rows import SampleRef, column
-from spile.reading.samples import RowChoice, SampleRows, Where, as_float32
+from spile.reading.samples import RowChoice, RowPositions, SampleRows, as_float32
 from spile.spec.amounts import counted
 from spile.spec.positions import MEAN
 from spile.spec.ranges import Ranges
@@ -131,7 +131,7 @@ class Activations(Sequence[TappedSample]):
         return self._samples[which]
 
     def numpy(
-        self, tap: str, *, positions: Where = "last", include: int | None = None, exclude: int | None = None
+        self, tap: str, *, positions: RowPositions = "last", include: int | None = None, exclude: int | None = None
     ) -> _Array:
         """Return one row per sample ``[samples, d]``; see :meth:`spile.Dataset.numpy`."""
         choice = RowChoice(positions, include, exclude)

@@ -165,13 +165,13 @@ def test_nothing_is_read_that_was_not_asked_for(tmp_path: Path) -> None:
         read = sum(length for key, _, length in counting.ranges if key.endswith(record.name))
         assert read <= block + record.header[0] + 1_100_000
         starts = {start for key, start, _ in counting.ranges if key.endswith(record.name)}
-        shard = dataset.shard(dataset.streams[0], record)
+        shard = dataset._open_shard(dataset.streams[0], record)
         others = [shard.place(tap) for tap in ("residual.0", "residual.1")]
         assert not any(place.start <= start < place.stop for start in starts for place in others)
     counting.ranges.clear()
     dataset.sample(0, 1).rows("residual.1")
     taps = [(start, length) for _, start, length in counting.ranges if length > 4096 and length != 1_000_060]
-    place = dataset.shard(dataset.streams[0], dataset.streams[0].shards[0]).place("residual.1")
+    place = dataset._open_shard(dataset.streams[0], dataset.streams[0].shards[0]).place("residual.1")
     assert [(start, length) for start, length in taps if place.start <= start < place.stop] == [
         (place.start + 6 * (1 << 18), block - 6 * (1 << 18))  # row 100,000 is in the chunk of 16,384 rows before it
     ]

@@ -31,7 +31,7 @@ def plans(draw: st.DrawFn, lengths: list[int]) -> ShufflePlan:
     )
 
 
-SMALL_BLOCKS = patch.multiple(shuffle, _BLOCKS=8, _REMOTE_BLOCKS=3, _SMALLEST_PART=4)
+SMALL_BLOCKS = patch.multiple(shuffle, _BLOCKS=8, _REMOTE_BLOCKS=3, _MIN_PART_ROWS=4)
 """Small plans then have blocks of several samples, of one, and of a part of one."""
 
 
@@ -76,7 +76,7 @@ def test_the_buffer_holds_what_it_was_given(samples: int, share: int, data: st.D
     """Rows that were loaded and not given yet, with the group that loads, fill the buffer and little more."""
     rows = samples * 64
     block = data.draw(st.sampled_from([16, 64, 256]))
-    with patch.multiple(shuffle, _BLOCKS=max(1, rows // share // block), _SMALLEST_PART=16):
+    with patch.multiple(shuffle, _BLOCKS=max(1, rows // share // block), _MIN_PART_ROWS=16):
         plan = ShufflePlan(rows // share, samples=samples, rows=rows)
         assert plan.block_shape == (1, 1) or abs(plan.rows / plan.blocks - block) < 0.5 * block
     counts = np.full((samples, plan.block_shape[1]), 64 // plan.block_shape[1])

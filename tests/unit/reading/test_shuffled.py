@@ -111,7 +111,7 @@ def test_every_selected_row_once_an_epoch_stopped_and_resumed_anywhere(
 ) -> None:
     dataset = made(cut=cut)
     found: Counter[bytes] = Counter()
-    with patch.object(shuffle, "_SMALLEST_PART", smallest):
+    with patch.object(shuffle, "_MIN_PART_ROWS", smallest):
         for part in range(parts):
             how = {"seed": seed, "memory": memory, "part": (part, parts), "epochs": epochs, **wanted}
             whole = [batch.copy() for batch in dataset.shuffled("attn.1", batch, **how)]
@@ -267,7 +267,7 @@ def test_small_parts_take_documents_apart(monkeypatch: pytest.MonkeyPatch) -> No
     dataset = made(400)
     total = sum(stream.tokens for stream in dataset.streams)
     for smallest, least, most in ((64, 0.4, 0.8), (4, 0.9, 1.0)):
-        monkeypatch.setattr(shuffle, "_SMALLEST_PART", smallest)
+        monkeypatch.setattr(shuffle, "_MIN_PART_ROWS", smallest)
         reader = dataset.shuffled("attn.1", total // 2, memory=8000, context=True)
         assert ("of a sample" in reader.quality) == (smallest == 4)
         first = next(reader)

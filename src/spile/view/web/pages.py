@@ -153,11 +153,11 @@ def _search(dataset: Dataset, query: Query) -> _Answer:
     low, high = query.number("min", 0), query.number("max", 999_999_999)
     if role and role not in Role.__members__:
         raise UserError("role", expected=f"one of {', '.join(Role.__members__).lower()}", found=role)
-    shards = [(stream, record) for stream in dataset.streams for record in stream.shards]
+    shards = dataset._shards()
     rows, place, scanned = [], query.number("next", 0), 0
     end = time.monotonic() + _SEARCH_SECONDS
     for stream, record in shards[place:]:
-        shard = dataset.shard(stream, record)
+        shard = dataset._open_shard(stream, record)
         for number in _matches(shard, wanted, role, (low, high), whole=bool(query.text("whole")), dataset=dataset):
             ref = ref_of(stream.number, shard, number)
             if not label or str(ref.kept.get(label)) == value:
