@@ -584,7 +584,7 @@ def _shown(
     if progress is not None and not isinstance(progress, bool):
         yield progress, stop
         return
-    from spile.view.worker import in_notebook, notebook_bar, watched
+    from spile.view.worker import in_notebook, notebook_bar, worker_display
 
     if not (in_notebook() if progress is None else progress):
         yield None, stop
@@ -592,5 +592,5 @@ def _shown(
         with notebook_bar() as counters:
             yield counters, stop
     else:
-        with watched() as watch:
+        with worker_display() as watch:
             yield watch.progress, stop or watch.stop

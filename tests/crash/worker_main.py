@@ -111,9 +111,9 @@ def visit(
 
 
 def _live(url: str, count: int, life: Life) -> int:
-    from spile.view.worker import watched
+    from spile.view.worker import worker_display
 
-    with watched() as watch:
+    with worker_display() as watch:
         if life.stopping is not None:
             Thread(target=_mark_stop, args=(watch.stop, Path(life.stopping)), daemon=True).start()
         finished, _ = visit(url, count, life, watch.stop, watch.progress)

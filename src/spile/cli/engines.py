@@ -39,7 +39,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     from spile.launch.supervisor import Supervisor, cluster_check
     from spile.store.run import refuse_other_spec, write_spec
     from spile.store.snapshot import SnapshotReader
-    from spile.view.engine import watched_engine
+    from spile.view.engine import engine_display
 
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave out --worker-id or --engine")
@@ -57,9 +57,9 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
         tasks = _tasks(spec.data, url)
         if runner.room < runner.workers:
             log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
-        with watched_engine(SnapshotReader(root)) as view:
+        with engine_display(SnapshotReader(root)) as view:
             supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
-            outcome = supervisor.run(lambda: view.asked)
+            outcome = supervisor.run(lambda: view.stop_requests)
         # Name the output as the user wrote it; the spec of the workers has its absolute path.
         view.finish(outcome, len(tasks), open_folder(output).url, spec.data.max_samples)
         return outcome.exit_code

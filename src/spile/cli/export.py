@@ -40,7 +40,7 @@ def export(
         context_size: The context size of SAELens' cache.
         hook_name: The name of the tap in SAELens. [default: TransformerLens']
     """
-    with progress_bar("exporting", "rows") as seen:
+    with progress_bar("exporting", "rows") as progress:
         done = export_dataset(
             root,
             output,
@@ -50,7 +50,7 @@ def export(
             dtype=dtype,
             context_size=context_size,
             hook_name=hook_name,
-            seen=seen,
+            progress=progress,
         )
     unit = {"saelens": "context", "speculators": "sample", "specforge": "sample"}.get(to, "row")
     log(f"wrote {counted(done.rows, unit)} of {', '.join(done.taps)} to {output} ({counted(done.files, 'file')})")
@@ -68,8 +68,8 @@ def push(root: str, target: str, *, private: bool = False) -> int:
         private: Make a new repository private.
     """
     dataset = open_dataset(root)
-    with progress_bar("pushing", "bytes") as seen:
-        done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, seen=seen)
+    with progress_bar("pushing", "bytes") as progress:
+        done = push_dataset(dataset, target, dataset_card(dataset, target), private=private, progress=progress)
     log(
         f"{done.url} has {counted(done.files, 'file')}, {size(done.size)}, at commit {done.commit[:10]}; "
         f'read it: spile.open("{done.url}")'
@@ -98,7 +98,7 @@ def import_(
         model: The model's name, for people.
         store_dtype: What rows are stored as.
     """
-    with progress_bar("importing", "files") as seen:
+    with progress_bar("importing", "files") as progress:
         store = import_pickles(
             source,
             open_folder(output),
@@ -106,7 +106,7 @@ def import_(
             site=site,
             model=model,
             store_dtype=store_dtype,
-            seen=seen,
+            progress=progress,
         )
     ledger = store.ledger
     log(

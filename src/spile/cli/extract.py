@@ -219,13 +219,13 @@ def run_stream(
     spec: RunSpec, pod: PodFlags, identity: Identity, verbose: bool, hosts: WorkerGroup | None = None
 ) -> int:
     """Run one stream with a progress display, and return the exit code. ``hosts``: the pod, if it was joined before."""
-    from spile.view.worker import watched
+    from spile.view.worker import worker_display
     from spile.worker import extract as worker
     from spile.worker.pod.pod import log_devices
     from spile.worker.signals import end_soon
 
     joined = pod.joined(identity) if hosts is None else nullcontext(hosts)
-    with joined as hosts, watched(verbose) as watch:
+    with joined as hosts, worker_display(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
             log_devices(hosts, log)
@@ -269,7 +269,7 @@ def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
 
 def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
     """Add taps to a finished dataset with a progress display, and return the exit code."""
-    from spile.view.worker import watched
+    from spile.view.worker import worker_display
     from spile.worker.backfill import add_taps as run
     from spile.worker.signals import end_soon
 
@@ -277,7 +277,7 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
     hosts = pod.identity().count
     if hosts > 1:
         raise SpecError("--add-taps", expected="one process, with all of its devices", found=f"a pod of {hosts} hosts")
-    with watched(verbose) as watch:
+    with worker_display(verbose) as watch:
         summary = run(spec, progress=watch.progress, stop=watch.stop)
         watch.finish(summary, spec.max_samples)
     if summary.interrupted:

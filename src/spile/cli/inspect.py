@@ -30,7 +30,7 @@ from spile.spec.amounts import counted, size
 from spile.store.parts import DatasetPart, RunParts
 from spile.store.statistics import TapStatistics
 from spile.store.streams import read_ledgers
-from spile.view.table import Lasting, output
+from spile.view.table import PipeSafeConsole, output
 from spile.view.web.export import inspection_page, score_page, write_page
 
 
@@ -140,7 +140,7 @@ def score(
 
 
 def _print_score(found: Score, html: Path | None) -> None:
-    console, record = Lasting(soft_wrap=True), found.record()
+    console, record = PipeSafeConsole(soft_wrap=True), found.record()
     table = Table("TASK", "RIGHT", "VOTES", "UNREADABLE", box=None)
     for task in found.tasks:
         state = "not scored" if task.expected is None else "yes" if task.right else "no"

@@ -32,7 +32,7 @@ from rich.text import Text
 from spile.cli.aliases import modern
 from spile.errors import SpecError, SpileError, UserError
 from spile.version import __version__
-from spile.view.table import Lasting
+from spile.view.table import PipeSafeConsole
 from spile.worker.signals import interruptible
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def run(words: list[str]) -> int:
     end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
     ours = [word for word in words[:end] if word != "--debug"]
     debug = len(ours) < end
-    errors = Lasting(stderr=True, soft_wrap=True)
+    errors = PipeSafeConsole(stderr=True, soft_wrap=True)
     try:
         ours, config = _config(ours)
         words = modern(ours + words[end:], os.environ)

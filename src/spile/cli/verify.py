@@ -27,7 +27,7 @@ from spile.spec.sample import BAD_ROW
 from spile.store.parts import DatasetPart
 from spile.store.report import Kind, Report, StreamReport
 from spile.store.verification import verify_part
-from spile.view.table import Fitting, output, progress_bar
+from spile.view.table import FittingTable, output, progress_bar
 
 _MOST_LINES = 50
 _MOST_NAMED = 16
@@ -121,7 +121,7 @@ def verify(
 
 def show(report: Report, console: Console) -> None:
     """Print the report: a table, the problems, and a summary in one line."""
-    console.print(Fitting(partial(_table, report), _SPARE))
+    console.print(FittingTable(partial(_table, report), _OPTIONAL_COLUMNS))
     for line in _lines(report):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -169,7 +169,7 @@ _COLUMNS: dict[str, Callable[[StreamReport], str | Text]] = {
     "SIZE": lambda stream: size(stream.bytes),
     "STATE": _state,
 }
-_SPARE = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
+_OPTIONAL_COLUMNS = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
 """The columns that are omitted first in a narrow terminal."""
 
 

@@ -50,8 +50,8 @@ _UNFINISHED = ".spile-export"
 _Array = npt.NDArray[Any]
 ExportFormat = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
 ExportDtype = Literal["float32", "float16", "bfloat16"]
-Seen = Callable[[int, int], None]
-"""A function that is called with the finished and the total amount."""
+ReportProgress = Callable[[int, int], None]
+"""A function that is called with the finished amount and the total."""
 
 
 def ignore_progress(_done: int, _total: int) -> None:
@@ -78,7 +78,7 @@ class Export:
     """None: all streams that have these taps."""
     context_size: int
     hook_name: str | None
-    seen: Seen
+    progress: ReportProgress
 
     @property
     def rows(self) -> int:
@@ -91,7 +91,7 @@ class Export:
             numbers[stream.number] += 1
             yield ExportedShard(self, stream.number, numbers[stream.number], stream.open(record))
             done += record.tokens
-            self.seen(done, total)
+            self.progress(done, total)
 
     def convert(self, rows: _Array, what: str) -> _Array:
         """Return rows in the dtype of the export.
@@ -150,25 +150,25 @@ def export_dataset(
     dtype: ExportDtype | None = None,
     context_size: int = 128,
     hook_name: str | None = None,
-    seen: Seen = ignore_progress,
+    progress: ReportProgress = ignore_progress,
 ) -> Exported:
     """Write taps of a dataset in one of the formats; without ``taps``, the residual stream of all layers."""
     if to not in _WRITERS:
         raise SpecError("--to", expected=f"one of {', '.join(_WRITERS)}", found=repr(to))
     if to != "pickle" and is_remote(output):
         raise SpecError("--output", expected="a path on this machine", found=output)
-    drafts = to in ("speculators", "specforge")
-    known = get_args(ExportDtype) if drafts else ("float32", "float16")
-    if dtype is not None and dtype not in known:
-        raise SpecError("--dtype", expected=" or ".join(known), found=repr(dtype))
+    for_draft_models = to in ("speculators", "specforge")
+    dtypes = get_args(ExportDtype) if for_draft_models else ("float32", "float16")
+    if dtype is not None and dtype not in dtypes:
+        raise SpecError("--dtype", expected=" or ".join(dtypes), found=repr(dtype))
     dataset = root if isinstance(root, Dataset) else open_dataset(root)
     chosen = _chosen_taps(dataset, taps)
     if to == "saelens":
         check_number("--context-size", context_size, 1)
         if len(chosen) != 1:
             raise SpecError("--to saelens", expected="one tap, such as --taps residual.3", found=len(chosen))
-    number = "float32" if to == "saelens" else dtype or known[-1 if drafts else 0]
-    export = Export(dataset, chosen, number, streams, context_size, hook_name, seen)
+    number_type = "float32" if to == "saelens" else dtype or dtypes[-1 if for_draft_models else 0]
+    export = Export(dataset, chosen, number_type, streams, context_size, hook_name, progress)
     if is_remote(output):
         return _export_to_bucket(export, output)
     with new_folder(output) as folder:
@@ -202,14 +202,14 @@ def new_folder(path: str) -> Iterator[Path]:
         raise UserError(f"--output {path}", expected="a new or an empty folder", found="something there already")
     with write_errors(final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        inside = final.is_dir() and (final.is_symlink() or final.is_mount())  # such a folder cannot be replaced
-        folder = final / _UNFINISHED if inside else final.with_name(f".{final.name}{_UNFINISHED}")
-        lock = _locked(folder, path)
+        in_place = final.is_dir() and (final.is_symlink() or final.is_mount())  # such a folder cannot be replaced
+        folder = final / _UNFINISHED if in_place else final.with_name(f".{final.name}{_UNFINISHED}")
+        lock = _lock_folder(folder, path)
     try:
         with write_errors(final):
             _clear(folder)
             yield folder
-            _publish(folder, final, inside=inside)
+            _publish(folder, final, in_place=in_place)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -217,7 +217,7 @@ def new_folder(path: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def _locked(folder: Path, path: str) -> int:
+def _lock_folder(folder: Path, path: str) -> int:
     """Create a folder and lock it for as long as this process lives; the system releases the lock of a killed one."""
     for _ in range(10):
         folder.mkdir(exist_ok=True)
@@ -245,14 +245,14 @@ def _clear(folder: Path) -> None:
             each.unlink()
 
 
-def _publish(folder: Path, final: Path, *, inside: bool) -> None:
+def _publish(folder: Path, final: Path, *, in_place: bool) -> None:
     """Make every file durable, then give the folder its name."""
     for parent, _, names in os.walk(folder):
         for name in names:
             with (Path(parent) / name).open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
-    if inside:
+    if in_place:
         for each in sorted(folder.iterdir()):
             each.rename(final / each.name)
         folder.rmdir()
@@ -323,10 +323,10 @@ def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) 
 def _export_to_bucket(export: Export, output: str) -> Exported:
     """Write pickles to a bucket, one by one through a temporary folder."""
     target = open_folder(output)
-    remains = [info.key for info in target.list()]
-    if any(not re.fullmatch(r"tpu_\d+/shard_\d+\.pkl\.gz", key) for key in remains):
+    leftovers = [info.key for info in target.list()]
+    if any(not re.fullmatch(r"tpu_\d+/shard_\d+\.pkl\.gz", key) for key in leftovers):
         raise UserError(f"--output {output}", expected="a new or an empty folder", found="something there already")
-    for key in remains:  # An export that was killed left them: it writes metadata.json last.
+    for key in leftovers:  # An export that was killed left them: it writes metadata.json last.
         target.delete(key)
     sent = []
     with tempfile.TemporaryDirectory(prefix="spile-export-") as folder:
@@ -431,7 +431,7 @@ def _write_saelens(export: Export, folder: Path) -> int:
             if count:
                 yield arrow.record_batch([activations, ids], schema=schema)
             done += len(batch)
-            export.seen(done, export.rows)
+            export.progress(done, export.rows)
 
     return _save_dataset(contexts(), folder)
 
@@ -491,7 +491,7 @@ def _draft_samples(export: Export, last: str) -> Iterator[tuple[int, _Array, _Ar
         mask = (sample.roles & Role.ASSISTANT != 0) | (not turns.any())
         yield number, sample.tokens.astype(np.int64), mask.astype(np.int64), np.stack(rows, axis=1)
         trained += int(mask.sum())
-        export.seen(number + 1, len(chosen))
+        export.progress(number + 1, len(chosen))
     if not trained:
         raise UserError(
             f"the loss mask of {dataset.root.url} selects no token",

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
-from spile.reading.export import Seen, ignore_progress
+from spile.reading.export import ReportProgress, ignore_progress
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
@@ -37,11 +37,11 @@ from spile.store.stream import StreamStore, join_stream
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""
-_MOST_EXPANSION = 10  # Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3.
+_MAX_EXPANSION = 10  # Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3.
 _ALWAYS_ALLOWED = 256 << 20  # unpacked bytes that are accepted for any size of the compressed file
-_MOST_INSTRUCTIONS = 4_000_000  # Instructions of one pickle. A sample takes about fifty.
-_MOST_LAYERS = 100_000
-_MOST_MISSING = 100_000  # sample indices without a sample that are accepted, in addition to twenty for each sample
+_MAX_INSTRUCTIONS = 4_000_000  # Instructions of one pickle. A sample takes about fifty.
+_MAX_LAYERS = 100_000
+_MAX_MISSING = 100_000  # sample indices without a sample that are accepted, in addition to twenty for each sample
 
 _EXPECTED = "{layer: [{sample_idx, activation, shape, text_preview}, …]}"
 
@@ -170,7 +170,7 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
         if encoding not in ("latin1", "latin-1"):
             raise _Refused("it encodes text")
         self._encoded += len(text)
-        if self._encoded > self._bounded.given:  # one text can be encoded many times
+        if self._encoded > self._bounded.bytes_read:  # one text can be encoded many times
             raise _Refused("its bytes are larger than the file")
         return text.encode("latin1")
 
@@ -190,9 +190,9 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
 
-_OWN: dict[str, Callable[[_Unpickler], None]] = {
+_REPLACEMENTS: dict[str, Callable[[_Unpickler], None]] = {
     "BUILD": _Unpickler._build,
-    "EMPTY_DICT": lambda machine: machine.append(_Dict()),
+    "EMPTY_DICT": lambda unpickler: unpickler.append(_Dict()),
     "DICT": _Unpickler._dict,
     "BYTEARRAY8": _Unpickler._bytes,
 }
@@ -200,13 +200,13 @@ _OWN: dict[str, Callable[[_Unpickler], None]] = {
 
 
 def _instruction(name: str) -> Callable[[_Unpickler], None]:
-    load = _OWN.get(name) or _Base.dispatch[getattr(pickle, name)[0]]
+    load = _REPLACEMENTS.get(name) or _Base.dispatch[getattr(pickle, name)[0]]
 
-    def step(machine: _Unpickler) -> None:
-        machine._count += 1
-        if machine._count > _MOST_INSTRUCTIONS:
-            raise _Refused(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
-        load(machine)
+    def step(unpickler: _Unpickler) -> None:
+        unpickler._count += 1
+        if unpickler._count > _MAX_INSTRUCTIONS:
+            raise _Refused(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
+        load(unpickler)
 
     return step
 
@@ -217,25 +217,25 @@ _Unpickler.dispatch = {getattr(pickle, name)[0]: _instruction(name) for name in 
 class _Bounded:
     """A file that refuses to give more than a number of bytes."""
 
-    def __init__(self, file: BufferedIOBase, most: int) -> None:
-        self._file, self._most = file, most
-        self.given = 0
+    def __init__(self, file: BufferedIOBase, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self.bytes_read = 0
         """Bytes that were read."""
 
     def read(self, size: int) -> bytes:
-        self._refuse_beyond(self.given + size)
+        self._refuse_beyond(self.bytes_read + size)
         data = self._file.read(size)
-        self.given += len(data)
+        self.bytes_read += len(data)
         return data
 
     def readline(self) -> bytes:
-        data = self._file.readline(self._most - self.given + 1)
-        self.given += len(data)
-        self._refuse_beyond(self.given)
+        data = self._file.readline(self._limit - self.bytes_read + 1)
+        self.bytes_read += len(data)
+        self._refuse_beyond(self.bytes_read)
         return data
 
     def _refuse_beyond(self, count: int) -> None:
-        if count > self._most:
+        if count > self._limit:
             raise _Refused("it unpacks to much more than activations do, or is cut off")
 
 
@@ -251,10 +251,10 @@ def read_pickle(path: Path) -> _Content:
             size = path.stat().st_size
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            most = max(_ALWAYS_ALLOWED, _MOST_EXPANSION * size) if packed else size
+            limit = max(_ALWAYS_ALLOWED, _MAX_EXPANSION * size) if packed else size
             source = gzip.GzipFile(fileobj=file) if packed else file
             with closing(source):
-                bounded = _Bounded(source, most)
+                bounded = _Bounded(source, limit)
                 content = _Unpickler(bounded).load()
     except (_Refused, KeyError) as error:
         raise DataError(
@@ -266,7 +266,7 @@ def read_pickle(path: Path) -> _Content:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
     except Exception as error:  # pickle and zlib raise many types for damaged files
         raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
-    return _checked(content, where, max(_ALWAYS_ALLOWED, bounded.given))
+    return _checked(content, where, max(_ALWAYS_ALLOWED, bounded.bytes_read))
 
 
 def _checked(content: Any, where: str, left: int) -> _Content:
@@ -275,7 +275,7 @@ def _checked(content: Any, where: str, left: int) -> _Content:
         raise DataError(where, expected=_EXPECTED, found=f"{type(content).__name__}, or nothing")
     found: _Content = {}
     for layer, samples in content.items():
-        if type(layer) is not int or not 0 <= layer < _MOST_LAYERS or not isinstance(samples, list):
+        if type(layer) is not int or not 0 <= layer < _MAX_LAYERS or not isinstance(samples, list):
             raise DataError(where, expected=_EXPECTED, found=f"a {type(layer).__name__} for a {type(samples).__name__}")
         at = f"{where}, layer {layer}"
         found[layer] = [_checked_sample(each, f"{at}, sample number {place}") for place, each in enumerate(samples)]
@@ -326,7 +326,7 @@ def import_pickles(
     site: str = "residual",
     model: str = "unknown",
     store_dtype: StoreDtype = "bfloat16",
-    seen: Seen = ignore_progress,
+    progress: ReportProgress = ignore_progress,
 ) -> StreamStore:
     """Store pickles as one stream of a dataset. Files that an earlier import committed are not stored again.
 
@@ -344,7 +344,7 @@ def import_pickles(
     store = join_stream(root, worker_id, StreamIdentity(source, survey.sha256, total, total, taps), run)
     for done, path in enumerate(files, 1):
         _store(store, read_pickle(path), survey.layers)
-        seen(done, len(files))
+        progress(done, len(files))
     left = Ranges([(0, total)]) - store.ledger.done
     if left:
         store.commit([], [Skip(index, str(index), "not in the pickles") for index in left])
@@ -377,7 +377,7 @@ def _survey(files: list[Path], store_dtype: StoreDtype) -> _Survey:
     if not indices:
         raise DataError(f"{files[0]} and {len(files) - 1} other files have no sample")
     total = max(indices) + 1
-    if total - len(indices) > _MOST_MISSING + 20 * len(indices):
+    if total - len(indices) > _MAX_MISSING + 20 * len(indices):
         raise DataError(
             f"sample_idx {total - 1} in {indices[total - 1]}",
             expected=f"indices near the number of samples, {len(indices)}",

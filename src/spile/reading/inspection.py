@@ -86,23 +86,23 @@ def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStati
     known = TapStatistics.from_json(record.statistics[tap], stream.number) if tap in record.statistics else None
     if known is not None and tap + SUMS in shard.of(tap).header.places:
         return replace(known, sums=(shard.read_tensor(tap + SUMS),))
-    taken = TapAccumulator(shard.place(tap).shape[1])
+    accumulator = TapAccumulator(shard.place(tap).shape[1])
     for start in range(0, record.tokens, _READ_ROWS):
         stop = min(start + _READ_ROWS, record.tokens)
-        _add_rows(taken, shard.rows(tap, start, stop), context_of(stream.number, shard, start, stop))
-    found = taken.result()
+        _add_rows(accumulator, shard.rows(tap, start, stop), context_of(stream.number, shard, start, stop))
+    found = accumulator.result()
     return replace(found, top=tuple(row._replace(stream=stream.number) for row in found.top))
 
 
-def _add_rows(taken: TapAccumulator, rows: _Array, known: RowBatch) -> None:
-    taken.add(rows, *(np.asarray(each) for each in (known.tokens, known.samples, known.positions)))
+def _add_rows(accumulator: TapAccumulator, rows: _Array, known: RowBatch) -> None:
+    accumulator.add(rows, *(np.asarray(each) for each in (known.tokens, known.samples, known.positions)))
 
 
 def sampled_statistics(batch: RowBatch, tap: str) -> TapStatistics:
     """Return the statistics of the rows of :func:`sampled_rows` at a tap."""
-    taken = TapAccumulator(batch.rows[tap].shape[1])
-    _add_rows(taken, batch.rows[tap], batch)
-    return taken.result()
+    accumulator = TapAccumulator(batch.rows[tap].shape[1])
+    _add_rows(accumulator, batch.rows[tap], batch)
+    return accumulator.result()
 
 
 NORMS = ("tap", "rows", "median norm", "99 %", "largest", "sinks")
@@ -159,7 +159,7 @@ def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
 def dimension_stats(dataset: Dataset, tap: str, shards: int = 8) -> TapStatistics:
     """Return the statistics of a tap, with sums, of a few shards that are spread over the dataset."""
     found = dataset._shards((tap,))
-    return _merged_statistics((found[number] for number in spread(len(found), shards)), tap)
+    return _merged_statistics((found[number] for number in evenly_spaced(len(found), shards)), tap)
 
 
 def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, seed: int = 0) -> RowBatch:
@@ -195,14 +195,14 @@ def inspect_dataset(dataset: Dataset, *, tap: str | None = None, seed: int = 0) 
     """Return the statistics of each tap, from the commits if they have them, and figures of random rows."""
     widths = tap_widths(dataset)
     chosen = tap or list(widths)[len(widths) // 2]
-    alike = [name for name, width in widths.items() if width == widths[chosen]]
-    batch = sampled_rows(dataset, alike, seed=seed)
+    same_width = [name for name, width in widths.items() if width == widths[chosen]]
+    batch = sampled_rows(dataset, same_width, seed=seed)
     plane, explained = main_plane(batch.rows[chosen])
     assert batch.roles is not None  # noqa: S101  for the type checker
     return Inspection(
         taps=tuple(widths),
         stats={name: dataset.stats(name) for name in widths},
-        cosine=mean_cosine([batch.rows[name] for name in alike]),
+        cosine=mean_cosine([batch.rows[name] for name in same_width]),
         chosen=chosen,
         plane=plane,
         roles=batch.roles & (Role.SPECIAL | Role.SYSTEM | Role.USER | Role.ASSISTANT),
@@ -222,7 +222,7 @@ def tap_widths(dataset: Dataset) -> dict[str, int]:
     return found
 
 
-def spread(count: int, wanted: int) -> list[int]:
+def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return up to ``wanted`` numbers below ``count``, evenly spread from the first to the last."""
     return sorted({round(place) for place in np.linspace(0, count - 1, min(wanted, count))})
 
@@ -302,7 +302,7 @@ def compare_datasets(
     here = {b.samples.address(place) for place in range(len(b))}
     common = [address for place in range(len(a)) if (address := a.samples.address(place)) in here]
     if samples is not None:
-        common = [common[place] for place in spread(len(common), samples)]
+        common = [common[place] for place in evenly_spaced(len(common), samples)]
     pairs: dict[str, list[tuple[_Array, _Array]]] = {tap: [] for tap in wanted}
     different, by_sample, same = [], [], 0
     for address in common:
@@ -316,10 +316,11 @@ def compare_datasets(
         found = {tap: row_distances(mine[tap], theirs[tap], tap) for tap in shared}
         for tap, each in found.items():
             pairs[tap].append(each)
-        by_sample += [max((float(far.max(initial=0.0)), *address, tap) for tap, (far, _) in found.items())]
+        largest = ((float(distances.max(initial=0.0)), *address, tap) for tap, (distances, _) in found.items())
+        by_sample.append(max(largest))
     if not same:
         raise UserError("the two datasets have no sample with the same tokens", fix="extract the same data with both")
-    summaries = {tap: _compared(found) for tap, found in pairs.items() if found}
+    summaries = {tap: _summarize_distances(found) for tap, found in pairs.items() if found}
     return Comparison(same, tuple(different), summaries, tuple(sorted(by_sample, reverse=True)))
 
 
@@ -329,12 +330,12 @@ def row_distances(one: _Array, other: _Array, tap: str) -> tuple[_Array, _Array]
         raise UserError(f"{tap} of the two datasets", expected=f"rows of {one.shape[1]}", found=other.shape[1])
     x, y = one.astype(np.float64), other.astype(np.float64)
     norms = np.maximum(np.linalg.norm(x, axis=1), 1e-30)
-    alike = (x * y).sum(axis=1) / (norms * np.maximum(np.linalg.norm(y, axis=1), 1e-30))
-    return np.linalg.norm(x - y, axis=1) / norms, alike
+    cosines = (x * y).sum(axis=1) / (norms * np.maximum(np.linalg.norm(y, axis=1), 1e-30))
+    return np.linalg.norm(x - y, axis=1) / norms, cosines
 
 
-def _compared(parts: Sequence[tuple[_Array, _Array]]) -> TapComparison:
-    distances, alike = (np.concatenate(each) for each in zip(*parts, strict=True))
+def _summarize_distances(parts: Sequence[tuple[_Array, _Array]]) -> TapComparison:
+    distances, cosines = (np.concatenate(each) for each in zip(*parts, strict=True))
     if not len(distances):
         return TapComparison(0, 0.0, 0.0, 1.0)
-    return TapComparison(len(distances), float(np.median(distances)), float(distances.max()), float(alike.mean()))
+    return TapComparison(len(distances), float(np.median(distances)), float(distances.max()), float(cosines.mean()))

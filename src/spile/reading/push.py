@@ -17,7 +17,7 @@ from spile.errors import SpecError, StoreError, UserError
 from spile.objects.folder import Folder, ObjectInfo, read_chunks
 from spile.objects.hub import HubFolder, hub_errors
 from spile.reading.dataset import Dataset
-from spile.reading.export import Seen, ignore_progress
+from spile.reading.export import ReportProgress, ignore_progress
 from spile.store.layout import PROGRESS, SUSPECTS, predictions_name, stream_number
 from spile.store.run import read_run
 
@@ -43,7 +43,7 @@ def push_dataset(
     extra: Mapping[str, bytes],
     *,
     private: bool = False,
-    seen: Seen = ignore_progress,
+    progress: ReportProgress = ignore_progress,
 ) -> Pushed:
     """Upload a dataset and the files ``extra``, such as its card, and compare what the hub then lists with them.
 
@@ -55,28 +55,28 @@ def push_dataset(
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    there = HubFolder.parse(target)
-    if there.revision or there.prefix:
+    repository = HubFolder.parse(target)
+    if repository.revision or repository.prefix:
         raise SpecError("the repository", expected="hf://datasets/OWNER/NAME", found=target)
     files = _files(dataset)
     if not any(each.key.endswith(_DATA[0]) for each in files):
         raise UserError(f"{dataset.root.url} has no samples yet", fix="push it after the first commit")
     total, done, api, commit = sum(each.size for each in files), 0, HfApi(), ""
     with hub_errors(target):
-        api.create_repo(there.repository, repo_type="dataset", private=private, exist_ok=True)
-    _check_run(dataset, there)
+        api.create_repo(repository.repository, repo_type="dataset", private=private, exist_ok=True)
+    _check_run(dataset, repository)
     for group in _groups(files):
         last = group[-1] is files[-1]
         with hub_errors(target), _on_disk(dataset.root, group) as folder:
             adds = [CommitOperationAdd(each.key, folder / each.key) for each in group]
             adds += [CommitOperationAdd(key, data) for key, data in (extra.items() if last else ())]
             message = "Add the ledger and the card" if last else f"Add {len(group)} shards"
-            made = api.create_commit(there.repository, adds, commit_message=message, repo_type="dataset")
+            created = api.create_commit(repository.repository, adds, commit_message=message, repo_type="dataset")
             checksums = {each.path_in_repo: each._local_oid for each in adds}
-        commit, done = made.oid, done + sum(each.size for each in group)
-        _check_uploaded(HubFolder(there.repository, commit), checksums)
-        seen(done, total)
-    return Pushed(there.url, commit, len(files) + len(extra), total)
+        commit, done = created.oid, done + sum(each.size for each in group)
+        _check_uploaded(HubFolder(repository.repository, commit), checksums)
+        progress(done, total)
+    return Pushed(repository.url, commit, len(files) + len(extra), total)
 
 
 def _files(dataset: Dataset) -> list[ObjectInfo]:
@@ -126,18 +126,18 @@ def _on_disk(root: Folder, files: Iterable[ObjectInfo]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _check_run(dataset: Dataset, there: HubFolder) -> None:
-    found = read_run(there)
+def _check_run(dataset: Dataset, repository: HubFolder) -> None:
+    found = read_run(repository)
     if found is not None and found.fingerprint() != dataset.run.fingerprint():
-        raise UserError(f"{there.url} holds another run ({found.model})", fix="push to another repository")
+        raise UserError(f"{repository.url} holds another run ({found.model})", fix="push to another repository")
 
 
-def _check_uploaded(there: HubFolder, checksums: Mapping[str, str | None]) -> None:
-    listed = {each.key: each.etag for each in there.list()}
+def _check_uploaded(repository: HubFolder, checksums: Mapping[str, str | None]) -> None:
+    listed = {each.key: each.etag for each in repository.list()}
     wrong = [key for key, checksum in checksums.items() if listed.get(key) != checksum]
     if wrong:
         raise StoreError(
-            f"{there.url} lists other content for {wrong[0]} than was uploaded",
+            f"{repository.url} lists other content for {wrong[0]} than was uploaded",
             expected=str(checksums[wrong[0]]),
             found=str(listed.get(wrong[0])),
             fix="push again",

@@ -18,28 +18,28 @@ from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
-from spile.view.table import Lasting, headline, print_event, print_facts, totals_line, verify_command
+from spile.view.table import PipeSafeConsole, print_event, print_facts, progress_parts, totals_line, verify_command
 from spile.worker.signals import handled
 
 _LINE_EVERY = 10.0
 
 
 @dataclass
-class EngineView:
+class EngineDisplay:
     """The display of the run, and the number of stop requests received."""
 
     console: Console
     reader: SnapshotReader
     live: Live | None = None
-    asked: int = 0
+    stop_requests: int = 0
     """Number of Ctrl+C or SIGTERM signals received."""
     _line_due: float = 0.0
     _last: str = ""
 
     def stop(self, number: int, _frame: FrameType | None) -> None:
         """Count a signal; the supervisor acts on the count."""
-        self.asked += 1
-        what = "all workers commit and stop (again: end at once)" if self.asked == 1 else "ending at once"
+        self.stop_requests += 1
+        what = "all workers commit and stop (again: end at once)" if self.stop_requests == 1 else "ending at once"
         self.log(f"{signal.Signals(number).name}: {what}")
 
     def log(self, line: str) -> None:
@@ -93,13 +93,13 @@ def _state(supervisor: Supervisor) -> str:
 
 
 def _totals(snapshot: Snapshot) -> str:
-    return ", ".join([totals_line(snapshot), *headline(None, snapshot.seconds_left)])
+    return ", ".join([totals_line(snapshot), *progress_parts(None, snapshot.seconds_left)])
 
 
 @contextmanager
-def watched_engine(reader: SnapshotReader, console: Console | None = None) -> Iterator[EngineView]:
+def engine_display(reader: SnapshotReader, console: Console | None = None) -> Iterator[EngineDisplay]:
     """Show one display for all workers and count the signals that arrive."""
-    view = EngineView(console or Lasting(highlight=False), reader)
+    view = EngineDisplay(console or PipeSafeConsole(highlight=False), reader)
     with ExitStack() as stack:
         stack.enter_context(handled(view.stop, signal.SIGINT, signal.SIGTERM))
         if view.console.is_terminal:

@@ -21,8 +21,8 @@ from spile.view.table import (
     Dashboard,
     ago,
     counts_line,
-    headline,
     health_line,
+    progress_parts,
     totals_line,
     verify_command,
 )
@@ -50,12 +50,12 @@ def render(status: FleetStatus, interval: float | None = None, height: int | Non
     dashboard = Dashboard(
         head=head,
         columns=_COLUMNS,
-        spare=_SPARE,
+        optional=_OPTIONAL_COLUMNS,
         rows=status.workers,
         rank=lambda each: (not each.past.gave_up, not each.needs_recovery, each.healthy),
-        whole=status,
-        news=_news(status),
-        elsewhere="all are in the fleet's log",
+        status=status,
+        messages=_messages(status),
+        omitted_hint="all are in the fleet's log",
     )
     return dashboard.render(interval, height)
 
@@ -98,12 +98,12 @@ _COLUMNS: tuple[Column[WorkerStatus, FleetStatus], ...] = (
     *(_of_view(column) for column in COUNTS if column.title != "HEARD"),
     Column(
         "WORKER",
-        lambda each: Text(_story(each), style="red" if each.past.gave_up else "dim", no_wrap=True, overflow="ellipsis"),
+        lambda each: Text(_details(each), "red" if each.past.gave_up else "dim", no_wrap=True, overflow="ellipsis"),
         justify="left",
         cut=True,
     ),
 )
-_SPARE = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")  # the columns that are omitted first in a narrow terminal
+_OPTIONAL_COLUMNS = ("SIZE", "SHARDS", "COMMITTED", "TOKENS/S")
 
 
 def _status_word(each: WorkerStatus) -> str:
@@ -112,7 +112,7 @@ def _status_word(each: WorkerStatus) -> str:
     return "GIVEN UP" if each.past.gave_up else each.machine.value
 
 
-def _story(each: WorkerStatus) -> str:
+def _details(each: WorkerStatus) -> str:
     """Return the worker's phase, its zone if it moved, its preemptions and crashes, and the note about its machine.
 
     If the worker does not run, the note is the most important part: the column may be cut.
@@ -134,7 +134,7 @@ def _story(each: WorkerStatus) -> str:
     return ", ".join([*parts, *([note] if note and note not in parts else [])])
 
 
-def _news(status: FleetStatus) -> list[Text]:
+def _messages(status: FleetStatus) -> list[Text]:
     """Return the lines below the table; those that need action come first."""
     lines = [Text(_summary(status))]
     if status.history.stopped:
@@ -163,7 +163,7 @@ def _watched_by(status: FleetStatus) -> str:
 
 def _summary(status: FleetStatus) -> str:
     parts = [f"{amount(status.snapshot.total('tokens_per_second'))} tokens/s"]
-    parts += headline(status.percent, status.snapshot.seconds_left)
+    parts += progress_parts(status.percent, status.snapshot.seconds_left)
     return ", ".join([*parts, _spent(status)])
 
 
@@ -177,12 +177,12 @@ def plain_lines(status: FleetStatus) -> list[str]:
     status = _report_quota_once(status)
     lines = [
         f"{each.worker.name} {_status_word(each)}: {counts_line(each.view)}"
-        + (f"; {_story(each)}" if _story(each) else "")
+        + (f"; {_details(each)}" if _details(each) else "")
         for each in status.workers
     ]
     parts = [
         f"total: {totals_line(status.snapshot)}; {health_line(status)}",
-        *headline(status.percent, status.snapshot.seconds_left),
+        *progress_parts(status.percent, status.snapshot.seconds_left),
         _spent(status),
     ]
     lines.append(", ".join(parts))

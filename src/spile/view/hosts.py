@@ -22,7 +22,7 @@ from spile.hosts.run import HostOutcome, Job, run, worst
 from spile.view.table import NO_WIDTH
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
-LONGEST = 1 << 16
+_MAX_LINE = 1 << 16
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -62,7 +62,7 @@ class Logs:
         except OSError as error:
             raise Failure(f"cannot write the log of {host.label}", found=str(error)) from error
         *lines, rest = (self._rest[host] + data).split(b"\n")
-        if len(rest) > LONGEST:
+        if len(rest) > _MAX_LINE:
             lines, rest = [*lines, rest], b""
         self._rest[host] = rest
         self._print(host, lines)
@@ -111,7 +111,7 @@ def results_folder(logs: Path | None) -> Path:
     return next(path for path in names if not path.exists())
 
 
-class Output(Console):
+class HostConsole(Console):
     """A console whose closed pipe (``spile run … | head``) ends the command on all hosts, like any failed write."""
 
     def on_broken_pipe(self) -> None:
@@ -132,7 +132,7 @@ def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console
     for outcome in outcomes:
         style = "dim" if outcome.stopped else "green" if outcome.code == 0 else "red"
         path, seconds = str(logs.path(outcome.host) or ""), f"{outcome.seconds:.1f}"
-        table.add_row(outcome.host.label, str(outcome.code), seconds, path, _story(outcome), style=style)
+        table.add_row(outcome.host.label, str(outcome.code), seconds, path, _details(outcome), style=style)
     # In a pipe lines are not wrapped, for grep and for logs.
     console.print(table, width=None if console.is_terminal else NO_WIDTH, crop=False)
     if logs.folder is None:
@@ -154,7 +154,7 @@ def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console
 
 def run_on_all(jobs: Mapping[Host, Job], access: Access, results: Path, *, quiet: bool = False) -> int:
     """Run the job of each host, print output and outcomes, and return the worst exit code. Logs go to ``results``."""
-    console = Output(highlight=False)
+    console = HostConsole(highlight=False)
     with Logs(list(jobs), results, None if quiet else console) as logs:
         outcomes = run(jobs, access=access, output=logs.write)
         logs.open()
@@ -162,7 +162,7 @@ def run_on_all(jobs: Mapping[Host, Job], access: Access, results: Path, *, quiet
     return worst(outcomes)
 
 
-def _story(outcome: HostOutcome) -> str:
+def _details(outcome: HostOutcome) -> str:
     if outcome.left:
         return f"{outcome.cause}; still running: {', '.join(map(str, outcome.left))}"
     return "" if outcome.cause == "ended" else outcome.cause

@@ -12,7 +12,7 @@ from rich.text import Text
 from spile.spec.amounts import duration
 from spile.store.snapshot import Snapshot, State, StreamView
 from spile.view import table
-from spile.view.table import COUNTS, Column, Dashboard, counts_line, headline, health_line, totals_line
+from spile.view.table import COUNTS, Column, Dashboard, counts_line, health_line, progress_parts, totals_line
 
 _STYLE = {
     State.FAILED: "red",
@@ -29,7 +29,7 @@ _COLUMNS: tuple[Column[StreamView, Snapshot], ...] = (
     Column("STATUS", lambda stream: Text(stream.status, style=_STYLE[stream.state]), justify="left"),
     *COUNTS,
 )
-_SPARE = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S")
+_OPTIONAL_COLUMNS = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S")
 
 
 def render(snapshot: Snapshot, interval: float | None = None, height: int | None = None) -> RenderableType:
@@ -38,7 +38,7 @@ def render(snapshot: Snapshot, interval: float | None = None, height: int | None
     parts = [f"Total workers: {begun}" + (f" of {begun + never}; {never} not begun" if never else "")]
     if interval is not None:
         parts.append(f"check interval: {interval:g} s")
-    parts += headline(snapshot.percent, snapshot.seconds_left)
+    parts += progress_parts(snapshot.percent, snapshot.seconds_left)
     errors = [
         Text(f"{stream.name}: {stream.last_error}", style="red")
         for stream in snapshot.streams
@@ -47,12 +47,12 @@ def render(snapshot: Snapshot, interval: float | None = None, height: int | None
     dashboard = Dashboard(
         head=["ACTIVATION EXTRACTION", snapshot.root, " · ".join(parts)],
         columns=_COLUMNS,
-        spare=_SPARE,
+        optional=_OPTIONAL_COLUMNS,
         rows=snapshot.streams,
         rank=lambda stream: list(_STYLE).index(stream.state),
-        whole=snapshot,
-        news=errors + [Text(line, style="yellow") for line in snapshot.quarantined],
-        elsewhere="spile monitor --once shows all",
+        status=snapshot,
+        messages=errors + [Text(line, style="yellow") for line in snapshot.quarantined],
+        omitted_hint="spile monitor --once shows all",
     )
     return dashboard.render(interval, height)
 

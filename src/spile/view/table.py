@@ -53,7 +53,7 @@ def output(**more: Any) -> SafeConsole:
     return console
 
 
-class Lasting(SafeConsole):
+class PipeSafeConsole(SafeConsole):
     """A console that survives a broken pipe.
 
     Ctrl+C in ``spile extract | tee log`` ends tee first; the work and the exit code still count.
@@ -111,17 +111,17 @@ _CUT = 24  # the minimum width of a column whose cells may be truncated
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A table that omits columns of ``spare``, in order, until it fits the terminal's width."""
+class FittingTable:
+    """A table that omits columns of ``optional``, in order, until it fits the terminal's width."""
 
     build: Callable[[Collection[str]], Table]
-    spare: Sequence[str]
+    optional: Sequence[str]
     cut: Collection[str] = ()
     """Columns whose cells may be truncated so that fewer columns are omitted."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        for count in range(len(self.spare) + 1):
-            table = self.build(self.spare[:count])
+        for count in range(len(self.optional) + 1):
+            table = self.build(self.optional[:count])
             if self._width(table, console, options) <= options.max_width:
                 break
         yield table
@@ -138,63 +138,64 @@ class Fitting:
 
 
 Row = TypeVar("Row")
-Whole = TypeVar("Whole", bound="Snapshot | FleetStatus")
+Status = TypeVar("Status", bound="Snapshot | FleetStatus")
 _AROUND = 5  # lines besides rows and texts: two empty lines, the table's header and footer, and the cursor's line
 _ROWS = 6  # table rows for which the messages leave room
 
 
 @dataclass(frozen=True)
-class Column(Generic[Row, Whole]):
+class Column(Generic[Row, Status]):
     """One column: its title, the cell of a row, and the total below."""
 
     title: str
     cell: Callable[[Row], RenderableType]
-    total: Callable[[Whole], str] = lambda _: ""
+    total: Callable[[Status], str] = lambda _: ""
     justify: Literal["left", "right"] = "right"
     cut: bool = False
     """Whether long cells are truncated to leave room for other columns."""
 
 
 @dataclass(frozen=True)
-class Dashboard(Generic[Row, Whole]):
+class Dashboard(Generic[Row, Status]):
     """What ``spile monitor`` shows of streams or of a fleet: a head, a table, counts and messages."""
 
     head: Sequence[str]
-    columns: Sequence[Column[Row, Whole]]
-    spare: Sequence[str]
+    columns: Sequence[Column[Row, Status]]
+    optional: Sequence[str]
     """The columns that a narrow terminal omits, in this order."""
     rows: Sequence[Row]
     rank: Callable[[Row], Any]
     """A low terminal omits the rows of the highest rank."""
-    whole: Whole
-    news: Sequence[Text]
-    elsewhere: str
+    status: Status
+    messages: Sequence[Text]
+    omitted_hint: str
     """Where to find messages that a low terminal omits."""
 
     def render(self, interval: float | None, height: int | None) -> RenderableType:
         """Return the display. With ``height``, it fits a terminal of that many lines."""
         head = [Text(self.head[0], style="bold"), *map(Text, self.head[1:])]
-        counts, news, end = self._counts(), list(self.news), self._end(interval)
+        counts, messages, end = self._counts(), list(self.messages), self._end(interval)
         room = None
         if height is not None:
             free = height - len(head) - len(counts) - len(end) - _AROUND
-            news = self._first(news, max(1, free - min(len(self.rows), _ROWS)))
-            room = max(2, free - len(news))
-            for line in (*head, *counts, *news, *end):
+            messages = self._first(messages, max(1, free - min(len(self.rows), _ROWS)))
+            room = max(2, free - len(messages))
+            for line in (*head, *counts, *messages, *end):
                 line.no_wrap, line.overflow = True, "ellipsis"
-        table = Fitting(partial(self._table, room), self.spare, [each.title for each in self.columns if each.cut])
-        return Group(*head, Text(""), table, Text(""), *counts, *news, *end)
+        cut = [column.title for column in self.columns if column.cut]
+        table = FittingTable(partial(self._table, room), self.optional, cut)
+        return Group(*head, Text(""), table, Text(""), *counts, *messages, *end)
 
     def _first(self, lines: list[Text], room: int) -> list[Text]:
         if len(lines) <= room:
             return lines
-        return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {self.elsewhere}", style="yellow")]
+        return [*lines[: room - 1], Text(f"… and {len(lines) - room + 1} more; {self.omitted_hint}", style="yellow")]
 
     def _table(self, room: int | None, without: Collection[str]) -> Table:
         table = Table(box=None, show_footer=True, footer_style="bold", header_style="bold", padding=(0, 2, 0, 0))
         columns = [column for column in self.columns if column.title not in without]
         for column in columns:
-            table.add_column(column.title, column.total(self.whole), justify=column.justify, no_wrap=not column.cut)
+            table.add_column(column.title, column.total(self.status), justify=column.justify, no_wrap=not column.cut)
         kept: Sequence[int] = range(len(self.rows))
         if room is not None and len(kept) > room:
             kept = sorted(sorted(kept, key=lambda place: self.rank(self.rows[place]))[: room - 1])
@@ -205,22 +206,22 @@ class Dashboard(Generic[Row, Whole]):
         return table
 
     def _counts(self) -> list[Text]:
-        needs = self.whole.needs_recovery
+        needs = self.status.needs_recovery
         return [
             Text("Status summary:"),
-            Text(f"  ✓ Healthy: {self.whole.healthy}", style="green"),
-            Text(f"  ⟳ Working: {self.whole.working}", style="cyan"),
+            Text(f"  ✓ Healthy: {self.status.healthy}", style="green"),
+            Text(f"  ⟳ Working: {self.status.working}", style="cyan"),
             Text(f"  ✗ Needs recovery: {needs}", style="red" if needs else ""),
         ]
 
     def _end(self, interval: float | None) -> list[Text]:
-        lines = [f"Last update: {datetime.fromtimestamp(self.whole.taken, UTC):%Y-%m-%d %H:%M:%S} UTC"]
+        lines = [f"Last update: {datetime.fromtimestamp(self.status.taken, UTC):%Y-%m-%d %H:%M:%S} UTC"]
         lines += ["Press Ctrl+C to stop monitoring; the workers continue"] if interval is not None else []
         return [Text(line, style="dim") for line in lines]
 
 
 def _samples(snapshot: Snapshot) -> str:
-    return of(snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected"))
+    return count_of(snapshot.total("samples"), None if snapshot.percent is None else snapshot.total("expected"))
 
 
 def _rate(value: float) -> str:
@@ -228,21 +229,21 @@ def _rate(value: float) -> str:
 
 
 COUNTS: tuple[Column[StreamView, Snapshot], ...] = (
-    Column("SAMPLES", lambda stream: of(stream.samples, stream.expected), _samples),
-    Column("SHARDS", lambda stream: f"{stream.shards:,}", lambda whole: f"{whole.total('shards'):,.0f}"),
-    Column("COMMITTED", lambda stream: f"{stream.committed:,}", lambda whole: f"{whole.total('committed'):,.0f}"),
-    Column("SIZE", lambda stream: size(stream.bytes), lambda whole: size(whole.total("bytes"))),
+    Column("SAMPLES", lambda stream: count_of(stream.samples, stream.expected), _samples),
+    Column("SHARDS", lambda stream: f"{stream.shards:,}", lambda status: f"{status.total('shards'):,.0f}"),
+    Column("COMMITTED", lambda stream: f"{stream.committed:,}", lambda status: f"{status.total('committed'):,.0f}"),
+    Column("SIZE", lambda stream: size(stream.bytes), lambda status: size(status.total("bytes"))),
     Column(
         "TOKENS/S",
         lambda stream: _rate(stream.tokens_per_second),
-        lambda whole: _rate(whole.total("tokens_per_second")),
+        lambda status: _rate(status.total("tokens_per_second")),
     ),
     Column("HEARD", lambda stream: ago(stream.age)),
 )
 """The counts of a stream, with the same column names in every display."""
 
 
-def of(count: float, expected: float | None) -> str:
+def count_of(count: float, expected: float | None) -> str:
     """Format a count and its total: ``1,250/2,000``."""
     return f"{count:,.0f}/{'?' if expected is None else f'{expected:,.0f}'}"
 
@@ -260,7 +261,7 @@ def ago(age: float | None) -> str:
 def counts_line(stream: StreamView) -> str:
     """Return a stream's counts as one line of text."""
     return (
-        f"{of(stream.samples, stream.expected)} samples, {counted(stream.shards, 'shard')}, "
+        f"{count_of(stream.samples, stream.expected)} samples, {counted(stream.shards, 'shard')}, "
         f"{stream.committed:,} committed, {size(stream.bytes)}"
         + (f", {amount(stream.tokens_per_second)} tokens/s" if stream.tokens_per_second else "")
     )
@@ -277,14 +278,14 @@ def totals_line(snapshot: Snapshot) -> str:
     return f"{line}, {amount(rate)} tokens/s" if rate else line
 
 
-def headline(percent: float | None, seconds_left: float | None) -> list[str]:
-    """Return the percentage done and the remaining time, if they are known."""
+def progress_parts(percent: float | None, seconds_left: float | None) -> list[str]:
+    """Return the percentage done and the remaining time as texts, as far as they are known."""
     parts = [] if percent is None else [f"{percent:.1f} % done"]
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts
 
 
 def verify_command(root: str, max_samples: int | None) -> str:
-    """Return the command that proves a dataset."""
+    """Return the command that verifies a dataset."""
     return f"spile verify {root}" + ("" if max_samples is None else f" --max-samples {max_samples}")
 
 
@@ -293,41 +294,41 @@ def health_line(health: Snapshot | FleetStatus) -> str:
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"
 
 
-Seen = TypeVar("Seen")
+State = TypeVar("State")
 
 
 def watch(
-    look: Callable[[], Seen],
-    render: Callable[[Seen, float, int], RenderableType],
-    lines: Callable[[Seen], Sequence[str]],
-    over: Callable[[Seen], bool],
+    read: Callable[[], State],
+    render: Callable[[State, float, int], RenderableType],
+    lines: Callable[[State], Sequence[str]],
+    is_over: Callable[[State], bool],
     console: Console,
     *,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
-) -> Seen:
-    """Look and show until ``over``, in place in a terminal, as appended lines elsewhere; return the last state.
+) -> State:
+    """Read a state and show it until ``is_over``: in place in a terminal, as appended lines elsewhere.
 
-    An error at the first look is raised. A later one is reported and the look is repeated.
+    An error of the first read is raised. A later one is reported and the read is repeated. Returns the last state.
     """
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
 
-        def show(seen: Seen) -> None:
+        def show(state: State) -> None:
             if live is not None:
-                live.update(render(seen, interval, console.height), refresh=True)
+                live.update(render(state, interval, console.height), refresh=True)
                 return
-            for line in lines(seen):
+            for line in lines(state):
                 console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {line}", soft_wrap=True, markup=False)
 
-        seen = look()
-        show(seen)
-        while not over(seen):
+        state = read()
+        show(state)
+        while not is_over(state):
             sleep(interval)
             try:
-                seen = look()
+                state = read()
             except SpileError as error:
                 notice = Text(f"Could not refresh, retrying in {interval:g} s: {error}", style="yellow")
                 console.print(notice, soft_wrap=True)
             else:
-                show(seen)
-        return seen
+                show(state)
+        return state

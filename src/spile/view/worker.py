@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
-from spile.view.table import Lasting, print_event, print_facts, verify_command
+from spile.view.table import PipeSafeConsole, print_event, print_facts, verify_command
 from spile.worker.progress import Progress, ProgressSnapshot, Summary
 from spile.worker.signals import handling_signals
 
@@ -33,7 +33,7 @@ _BAR, _GAP = 10, 2  # the least width of the bar, which fills the rest of the li
 
 
 @dataclass
-class WatchedWorker:
+class WorkerDisplay:
     """The display of one worker, its progress counters and its stop event."""
 
     console: Console
@@ -42,14 +42,14 @@ class WatchedWorker:
 
     def finish(self, summary: Summary, max_samples: int | None = None, more: Sequence[tuple[str, str]] = ()) -> None:
         """Print the summary, with the rows ``more`` before the next command."""
-        *rows, command = facts(summary, max_samples)
+        *rows, command = summary_rows(summary, max_samples)
         print_facts(self.console, [*rows, *more, command])
 
 
 @contextmanager
-def watched(verbose: bool = False, console: Console | None = None) -> Iterator[WatchedWorker]:
+def worker_display(verbose: bool = False, console: Console | None = None) -> Iterator[WorkerDisplay]:
     """Show progress. The first Ctrl+C or SIGTERM commits what is done and stops; a second one ends at once."""
-    console = console or Lasting(highlight=False)
+    console = console or PipeSafeConsole(highlight=False)
     stop, log = threading.Event(), partial(print_event, console)
     progress = Progress.of_process(log=log, log_detail=log if verbose else lambda _line: None)
     with ExitStack() as stack:
@@ -58,19 +58,18 @@ def watched(verbose: bool = False, console: Console | None = None) -> Iterator[W
             stack.enter_context(_logged(log))
         if console.is_terminal:
             spinner = Spinner("dots")
-            live = Live(
-                get_renderable=lambda: bar(progress.snapshot(), progress.total_samples, console.width, spinner),
-                console=console,
-                refresh_per_second=4,
-                transient=True,
-            )
+
+            def row() -> Table:
+                return progress_row(progress.snapshot(), progress.total_samples, console.width, spinner)
+
+            live = Live(get_renderable=row, console=console, refresh_per_second=4, transient=True)
             stack.enter_context(live)
-            yield WatchedWorker(console, progress, stop)
+            yield WorkerDisplay(console, progress, stop)
             live.stop()
         else:
             write = _line_printer(progress, console)
             stack.enter_context(_repeated(write, 1.0 if verbose else _LINE_EVERY))
-            yield WatchedWorker(console, progress, stop)
+            yield WorkerDisplay(console, progress, stop)
 
 
 @contextmanager
@@ -112,7 +111,7 @@ def _line_printer(progress: Progress, console: Console) -> Callable[[], None]:
 
     def write() -> None:
         nonlocal last
-        text = line(progress.snapshot(), progress.total_samples)
+        text = progress_line(progress.snapshot(), progress.total_samples)
         if text != last:
             console.print(text, soft_wrap=True)
         last = text
@@ -149,10 +148,10 @@ def notebook_html(progress: Progress) -> str:
     now, total = progress.snapshot(), progress.total_samples
     part = f' value="{now.samples}" max="{total}"' if total else ""
     bar = "" if now.phase is Phase.DONE else f'<progress{part} style="width:16rem;vertical-align:middle"></progress> '
-    return f"<div>{bar}{escape(line(now, total))}</div>"
+    return f"<div>{bar}{escape(progress_line(now, total))}</div>"
 
 
-def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
+def progress_row(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner | None = None) -> Table:
     """Return the progress line, as wide as the terminal; cells of high rank are omitted first if it is narrow."""
     cells: list[tuple[int, RenderableType, int]] = [(0, spinner or "", 1), (0, now.doing, cell_len(now.doing))]
     counts, filling = _counts(now, total), ProgressBar(total=total, completed=now.samples, width=_BAR)
@@ -172,7 +171,7 @@ def bar(now: ProgressSnapshot, total: int | None, width: int, spinner: Spinner |
     return row
 
 
-def line(now: ProgressSnapshot, total: int | None) -> str:
+def progress_line(now: ProgressSnapshot, total: int | None) -> str:
     """Return the progress as one line of text."""
     counts = ", ".join(text for _, text, _ in _counts(now, total))
     return f"{now.doing}: {counts}" if counts else now.doing
@@ -188,33 +187,33 @@ def _counts(now: ProgressSnapshot, total: int | None) -> list[tuple[int, str, st
         (1, f"{now.generated_tokens:,} generated tokens" if now.generated_tokens else "", ""),
         (1, f"{amount(now.recent_tokens_per_second)} tokens/s", "green"),
         (4, f"{counted(now.shards_committed, 'shard')}, {size(now.bytes)}", ""),
-        (2, _left(now, total), ""),
+        (2, _time_left(now, total), ""),
         (5, f"limited by: {now.limit}" if now.limit else "", "dim"),
     ]
     return [cell for cell in cells if cell[1]]
 
 
-def _left(now: ProgressSnapshot, total: int | None) -> str:
+def _time_left(now: ProgressSnapshot, total: int | None) -> str:
     working = now.seconds - now.compile_seconds
     if not total or not now.samples or working <= 0 or now.samples >= total or now.phase.ended:
         return ""
     return f"{duration((total - now.samples) * working / now.samples)} left"
 
 
-def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
+def summary_rows(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
     """Return the rows of the summary: location, amounts, rates and the next command."""
-    visit = summary.progress
+    progress = summary.progress
     rows = [
         ("activations", summary.stream),
         ("samples", _samples(summary)),
-        *(("bad row", text) for text in visit.bad_rows),
+        *(("bad row", text) for text in progress.bad_rows),
         ("quarantined", ", ".join(map(str, summary.quarantined))),
         ("tokens", f"{summary.tokens:,}"),
-        ("generated", f"{visit.generated_tokens:,} tokens by this run" if visit.generated_tokens else ""),
+        ("generated", f"{progress.generated_tokens:,} tokens by this run" if progress.generated_tokens else ""),
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
         ("speed", _speed(summary.progress)),
         ("limited by", summary.limited_by or ""),
-        ("wall time", _wall(summary.progress)),
+        ("wall time", _wall_time(summary.progress)),
         ("device", summary.device),
         ("memory", f"at most {size(summary.peak_memory)} of host memory"),
         ("retries", f"{summary.retries}" if summary.retries else ""),
@@ -224,28 +223,28 @@ def facts(summary: Summary, max_samples: int | None = None) -> list[tuple[str, s
 
 
 def _samples(summary: Summary) -> str:
-    visit = summary.progress
+    progress = summary.progress
     parts = [f"{summary.samples:,} stored"]
-    if visit.samples != summary.samples:
-        parts.append(f"{visit.samples:,} of them now")
-    parts += [f"{count:,} skipped ({reason})" for reason, count in sorted(visit.skipped.items())]
-    if visit.truncated:
-        parts.append(f"{visit.truncated:,} cut to the maximum length")
+    if progress.samples != summary.samples:
+        parts.append(f"{progress.samples:,} of them now")
+    parts += [f"{count:,} skipped ({reason})" for reason, count in sorted(progress.skipped.items())]
+    if progress.truncated:
+        parts.append(f"{progress.truncated:,} cut to the maximum length")
     return ", ".join(parts)
 
 
-def _speed(visit: ProgressSnapshot) -> str:
-    if not visit.tokens:
+def _speed(progress: ProgressSnapshot) -> str:
+    if not progress.tokens:
         return ""
     return (
-        f"{amount(visit.tokens_per_second)} tokens/s over {duration(visit.seconds)}, "
-        f"{duration(visit.compile_seconds)} of it waiting for {counted(visit.shapes, 'program')} to compile; "
-        f"{visit.padding:.1%} padding"
+        f"{amount(progress.tokens_per_second)} tokens/s over {duration(progress.seconds)}, "
+        f"{duration(progress.compile_seconds)} of it waiting for {counted(progress.shapes, 'program')} to compile; "
+        f"{progress.padding:.1%} padding"
     )
 
 
-def _wall(visit: ProgressSnapshot) -> str:
-    wall = visit.wall
+def _wall_time(progress: ProgressSnapshot) -> str:
+    wall = progress.wall
     parts = (("start", wall.start), ("compile", wall.compile), ("run", wall.run), ("end", wall.end))
     return f"{duration(wall.total)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
 

@@ -16,7 +16,7 @@ from spile.cli.flags import log
 from spile.errors import DataError, printable
 from spile.objects import open_folder
 from spile.store.run import read_run
-from spile.view.table import Lasting, SafeConsole
+from spile.view.table import PipeSafeConsole, SafeConsole
 from unit.cli.refusals import spile
 from unit.models.toy_models import copy_model
 
@@ -30,7 +30,7 @@ def test_control_characters_are_shown_as_text() -> None:
     assert RAW.search(DataError(f"no {EVIL}", found=EVIL, fix=EVIL).line()) is None
 
 
-@pytest.mark.parametrize("kind", [SafeConsole, Lasting])
+@pytest.mark.parametrize("kind", [SafeConsole, PipeSafeConsole])
 def test_a_terminal_gets_only_the_programs_own_sequences(kind: type[SafeConsole]) -> None:
     console = kind(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
     table = Table(EVIL)

@@ -34,7 +34,7 @@ from spile.store.snapshot import Snapshot, State, StreamView
 from spile.store.verification import verify
 from spile.view import fleet, streams
 from spile.view.table import print_facts
-from spile.view.worker import bar, facts, line, notebook_html
+from spile.view.worker import notebook_html, progress_line, progress_row, summary_rows
 from spile.worker.progress import Progress, ProgressSnapshot, Summary, WallTime
 from unit.cli.refusals import lines
 from world import produce, run_identity
@@ -139,10 +139,12 @@ def test_progress() -> None:
     totals = {name: None if name.startswith("a dataset") else 48_000 for name in kinds}
 
     def screen(width: int) -> str:
-        return "".join(f"{name}:\n{drawn(bar(now, totals[name], width), width=width)}" for name, now in kinds.items())
+        return "".join(
+            f"{name}:\n{drawn(progress_row(now, totals[name], width), width=width)}" for name, now in kinds.items()
+        )
 
     check("progress", at_each_width(screen))
-    check("progress-pipe", "\n".join(line(now, totals[name]) for name, now in kinds.items()))
+    check("progress-pipe", "\n".join(progress_line(now, totals[name]) for name, now in kinds.items()))
 
 
 def test_progress_in_a_notebook() -> None:
@@ -163,7 +165,9 @@ def test_summary() -> None:
     def screen(width: int) -> str:
         ends = (DONE, resumed, stopped, replace(DONE, scattered=True, root="/data/activations"))
         return "\n".join(
-            captured(lambda out, end=end: print_facts(out, facts(end, 21_400 if end is resumed else None)), width)
+            captured(
+                lambda out, end=end: print_facts(out, summary_rows(end, 21_400 if end is resumed else None)), width
+            )
             for end in ends
         )
 

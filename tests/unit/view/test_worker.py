@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from spile.spec.phase import Phase
-from spile.view.worker import bar, facts, line, watched
+from spile.view.worker import progress_line, progress_row, summary_rows, worker_display
 from spile.worker.progress import ProgressSnapshot, Summary, WallTime
 
 NOW = ProgressSnapshot(
@@ -52,7 +52,7 @@ DONE = Summary(
 def drawn(width: int, **changes: Any) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, highlight=False)
     with console.capture() as capture:
-        console.print(bar(replace(NOW, **changes), 48, width))
+        console.print(progress_row(replace(NOW, **changes), 48, width))
     return capture.get()
 
 
@@ -77,18 +77,20 @@ def test_what_matters_least_goes_first() -> None:
 def test_answers_in_progress_are_counted_by_their_tokens() -> None:
     """Before the first answer ends, nothing is stored yet."""
     begun = replace(NOW, phase=Phase.RUNNING, detail="", samples=0, tokens=0, generated_tokens=1_234)
-    assert line(begun, 48).startswith("running: 0/48 samples, 0 tokens, 1,234 generated tokens, 1,067 tokens/s")
+    assert progress_line(begun, 48).startswith(
+        "running: 0/48 samples, 0 tokens, 1,234 generated tokens, 1,067 tokens/s"
+    )
     shown = drawn(120, phase=Phase.RUNNING, detail="", samples=0, tokens=0, generated_tokens=1_234)
     assert "1,234 generated tokens" in shown
 
 
 def test_the_plain_line_counts_in_grammar() -> None:
-    text = line(NOW, 48)
+    text = progress_line(NOW, 48)
     assert text.endswith("21/48 samples, 33,072 tokens, 1,067 tokens/s, 1 shard, 17 MB, 40 s left, limited by: model")
 
 
 def test_the_last_lines() -> None:
-    rows = dict(facts(DONE))
+    rows = dict(summary_rows(DONE))
     assert rows["bytes"] == "17 MB in 1 shard"
     assert rows["speed"].startswith("1,067 tokens/s over 40 s, 9.0 s of it waiting for 1 program to compile; ")
     assert rows["limited by"] == "model, 1,654 tokens/s"
@@ -98,18 +100,18 @@ def test_the_last_lines() -> None:
 
 def test_a_slow_store_is_shown_in_fitting_units() -> None:
     slow = replace(DONE, progress=replace(NOW, bytes=70_300, compile_seconds=1.0, busy={"sink": 2.0}))
-    assert dict(facts(slow))["limited by"] == "disk, 35.1 kB/s"
+    assert dict(summary_rows(slow))["limited by"] == "disk, 35.1 kB/s"
 
 
 def test_what_comes_next_depends_on_how_it_ended() -> None:
-    assert dict(facts(DONE, 21))["next"] == "spile verify ./activations --max-samples 21"
-    assert dict(facts(replace(DONE, interrupted=True), 21))["next"] == "the same command again resumes"
-    assert dict(facts(replace(DONE, complete=False)))["next"] == "the same command again resumes"
+    assert dict(summary_rows(DONE, 21))["next"] == "spile verify ./activations --max-samples 21"
+    assert dict(summary_rows(replace(DONE, interrupted=True), 21))["next"] == "the same command again resumes"
+    assert dict(summary_rows(replace(DONE, complete=False)))["next"] == "the same command again resumes"
 
 
 def shown(terminal: bool, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, no_color=True, highlight=False)
-    with watched(console=console) as watch:
+    with worker_display(console=console) as watch:
         watch.progress.log("a line with [/brackets]")
         watch.finish(DONE)
     assert isinstance(console.file, io.StringIO)

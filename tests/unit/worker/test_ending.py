@@ -100,8 +100,8 @@ def test_samples_before_many_skips_are_stored_once(tmp_path: Path) -> None:
 
 _READER_GONE = """
 import os, signal, sys, threading
-from spile.view.worker import watched
-with watched() as watch:
+from spile.view.worker import worker_display
+with worker_display() as watch:
     sys.stdin.readline()
     os.kill(os.getpid(), signal.SIGTERM)
     watch.progress.log("one more line")
@@ -126,10 +126,10 @@ def test_a_closed_output_does_not_end_a_run() -> None:
 _TERMINATED_TWICE = """
 import os, signal, sys, time
 from spile.spec.phase import Phase
-from spile.view.worker import watched
+from spile.view.worker import worker_display
 from spile.worker import signals
 signals._SAME_REQUEST, signals._EXIT_AFTER = 1, 0.1
-with watched() as watch:
+with worker_display() as watch:
     watch.progress.phase(Phase.RUNNING)
     for number in {numbers}:
         os.kill(os.getpid(), number)
@@ -150,10 +150,10 @@ def test_only_a_repeated_sigterm_leaves_time_to_commit(numbers: str, commits: bo
 _HANGS_AT_EXIT = """
 import os, signal, sys, time
 from concurrent.futures import ThreadPoolExecutor
-from spile.view.worker import watched
+from spile.view.worker import worker_display
 ThreadPoolExecutor(1).submit(time.sleep, 3600)  # an upload that hangs: the interpreter would wait for it
 try:
-    with watched() as watch:
+    with worker_display() as watch:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)

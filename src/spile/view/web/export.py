@@ -15,8 +15,8 @@ from urllib.parse import quote
 import orjson
 
 from spile.errors import SpileError, UserError
-from spile.reading.inspection import spread, tap_widths
-from spile.view.web.pages import Viewer, listed
+from spile.reading.inspection import evenly_spaced, tap_widths
+from spile.view.web.pages import Viewer, sample_row
 from spile.view.web.roots import Root
 
 if TYPE_CHECKING:
@@ -154,9 +154,9 @@ def exported_page(viewer: Viewer, *, samples: int = 3, tap: str | None = None, s
 
 
 def _ask_samples(pages: _Recorder, root: int, dataset: Dataset, taps: Sequence[str], samples: int) -> None:
-    refs = [dataset.samples[place] for place in spread(len(dataset), samples)]
+    refs = [dataset.samples[place] for place in evenly_spaced(len(dataset), samples)]
     key = _request_key("samples", {"root": root, "start": 0, "count": 100})
-    pages.answers[key] = {"total": len(refs), "start": 0, "rows": [listed(ref) for ref in refs]}
+    pages.answers[key] = {"total": len(refs), "start": 0, "rows": [sample_row(ref) for ref in refs]}
     for ref in refs:
         one = {"root": root, "stream": ref.stream, "index": ref.index}
         pages.ask("sample", **one)
@@ -171,7 +171,7 @@ def _ask_layers(pages: _Recorder, root: int, taps: Sequence[str], tap: str | Non
         return
     pages.ask("layers", root=root)
     pages.ask("cosine", root=root)
-    some = [taps[place] for place in spread(len(taps), _DETAILED)]
+    some = [taps[place] for place in evenly_spaced(len(taps), _DETAILED)]
     for each in dict.fromkeys([tap or taps[len(taps) // 2], *some]):
         pages.ask("tap", root=root, tap=each)
         pages.ask("space", root=root, tap=each)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from spile.errors import UserError, untrusted
 from spile.reading.dataset import Dataset
 from spile.reading.export import HOOKS
-from spile.reading.inspection import spread
+from spile.reading.inspection import evenly_spaced
 from spile.spec.safetensors import header_length, parse_header
 
 _TOP = 12  # the samples that are shown for a feature
@@ -213,7 +213,7 @@ class _Scan:
         address: list[tuple[int, int, int]] = []
         samples = 0
         mean_length = max(1, sum(each.tokens for each in dataset.streams) // max(1, len(dataset.samples)))
-        for place in spread(len(dataset.samples), max(1, limit // mean_length)):
+        for place in evenly_spaced(len(dataset.samples), max(1, limit // mean_length)):
             sample = dataset.sample(*dataset.samples.address(place))
             values = _encode_all(sae, sample[tap])
             active += (values > 0).sum(0)

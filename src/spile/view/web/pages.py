@@ -137,11 +137,11 @@ def _samples(query: Query) -> _Answer:
     if any(query.text(name) for name in names):
         return _search(dataset, query)
     start, count = query.number("start", 0), min(query.number("count", 100), _PAGE)
-    rows = [listed(ref) for ref in dataset.samples[start : start + count]]
+    rows = [sample_row(ref) for ref in dataset.samples[start : start + count]]
     return {"total": len(dataset), "start": start, "rows": rows}
 
 
-def listed(ref: SampleRef) -> list[Any]:
+def sample_row(ref: SampleRef) -> list[Any]:
     """Return a row of the list of samples."""
     return [ref.stream, ref.index, ref.task_id, ref.length, ref.preview, ref.kept]
 
@@ -161,7 +161,7 @@ def _search(dataset: Dataset, query: Query) -> _Answer:
         for number in _matches(shard, wanted, role, (low, high), whole=bool(query.text("whole")), dataset=dataset):
             ref = ref_of(stream.number, shard, number)
             if not label or str(ref.kept.get(label)) == value:
-                rows.append(listed(ref))
+                rows.append(sample_row(ref))
         place, scanned = place + 1, scanned + record.count
         if len(rows) >= _MATCHES or time.monotonic() > end:
             break
@@ -289,9 +289,9 @@ def _norms(tap: str, stats: TapStatistics, *, complete: bool) -> _Answer:
 def _tap(query: Query) -> _Answer:
     """Return a tap at a glance: the distribution of norms, its largest rows, and its dimensions."""
     dataset, tap = query.dataset(), query.text("tap")
-    few = dimension_stats(dataset, tap)
-    stats = known_stats(dataset, tap) or few
-    mean, deviation = few.mean, np.sqrt(few.variance)
+    sampled = dimension_stats(dataset, tap)
+    stats = known_stats(dataset, tap) or sampled
+    mean, deviation = sampled.mean, np.sqrt(sampled.variance)
     size = np.sqrt(mean**2 + deviation**2)
     typical = float(np.median(size))
     return {
@@ -302,7 +302,7 @@ def _tap(query: Query) -> _Answer:
         "sink_norm": stats.sink_norm,
         "sinks": stats.sinks,
         "top": [[row.norm, _text_of(dataset, row.token), row.stream, row.sample, row.position] for row in stats.top],
-        "dimension_rows": few.count,
+        "dimension_rows": sampled.count,
         "size": _compact(size),
         "mean": _compact(mean),
         "outliers": np.flatnonzero(size > _OUTLIER * typical),

@@ -87,7 +87,7 @@ class Root:
             self._loading.join(max(0.0, self._deadline - time.monotonic()))
         return self._loaded
 
-    def open_soon(self) -> None:
+    def open_in_background(self) -> None:
         """Open the dataset in a thread, while the browser loads the page. A request reports an error."""
 
         def opening() -> None:

@@ -135,17 +135,17 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _bound(host: str, port: int | None) -> socket.socket:
+def _listening_socket(host: str, port: int | None) -> socket.socket:
     """Return a listening socket; without a port, the default one, or a free one if that is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in (PORT, 0) if port is None else (port,):
-        made = socket.socket(family)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            made.bind((host, number))
-            return made
+            listener.bind((host, number))
+            return listener
         except OSError as error:
-            made.close()
+            listener.close()
             reason = error
     raise SpecError("--host and --port", expected="an address that is free", found=f"{host}: {reason.strerror}")
 
@@ -169,8 +169,8 @@ class WebServer:
                 f"the web application needs the package {error.name}", fix="install it with: pip install 'spile[view]'"
             ) from error
         for root in viewer.roots:
-            root.open_soon()
-        self._socket = _bound(host, port)
+            root.open_in_background()
+        self._socket = _listening_socket(host, port)
         name = f"[{host}]" if ":" in host else host
         name = socket.gethostname() if host in ("0.0.0.0", "::") else name  # noqa: S104  compared, not bound
         self.url = f"http://{name}:{self._socket.getsockname()[1]}/" + (f"#token={token}" if token else "")
