@@ -1,4 +1,4 @@
-"""Where shuffled rows come from: stored shards of one dataset, or of several that have the same tokens.
+"""Sources of shuffled rows: stored shards of one dataset, or of several that have the same tokens.
 
 A shard may also be in memory, for rows that are not stored.
 """
@@ -73,8 +73,11 @@ class MemoryShard:
 _Shards = Sequence[tuple["Stream | MemoryShard", ShardRecord]]
 
 
-class _SampleTable(NamedTuple):
-    """Consecutive samples of a stream that are in one shard, sorted by stream and sample index."""
+class SampleTable(NamedTuple):
+    """Numbers the samples of all shards in the order of streams and sample indices.
+
+    Each entry stands for consecutive samples of a stream that are in one shard.
+    """
 
     shard: _Numbers
     first: _Numbers  # index of the first sample
@@ -82,7 +85,7 @@ class _SampleTable(NamedTuple):
     """Number of the first sample, counted over all streams; one more entry at the end: the number of samples."""
 
     @classmethod
-    def of(cls, shards: _Shards) -> _SampleTable:
+    def of(cls, shards: _Shards) -> SampleTable:
         runs = sorted(
             (stream.number, first, last, number)
             for number, (stream, record) in enumerate(shards)
@@ -154,8 +157,8 @@ class StoredBlocks(BlockSource):
         self._lock = threading.Lock()
 
     @cached_property
-    def _table(self) -> _SampleTable:
-        return _SampleTable.of(self._shards)
+    def _table(self) -> SampleTable:
+        return SampleTable.of(self._shards)
 
     def types(self) -> dict[str, tuple[np.dtype[Any], int]]:
         if not self._shards:

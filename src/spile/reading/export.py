@@ -50,12 +50,6 @@ _UNFINISHED = ".spile-export"
 _Array = npt.NDArray[Any]
 ExportFormat = Literal["pickle", "saelens", "npy", "parquet", "hf", "speculators", "specforge"]
 ExportDtype = Literal["float32", "float16", "bfloat16"]
-ReportProgress = Callable[[int, int], None]
-"""A function that is called with the finished amount and the total."""
-
-
-def ignore_progress(_done: int, _total: int) -> None:
-    """Ignore progress."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,8 @@ class Export:
     """None: all streams that have these taps."""
     context_size: int
     hook_name: str | None
-    progress: ReportProgress
+    progress: Callable[[int, int], None]
+    """Is called with the number of finished rows or samples, and the total."""
 
     @property
     def rows(self) -> int:
@@ -150,7 +145,7 @@ def export_dataset(
     dtype: ExportDtype | None = None,
     context_size: int = 128,
     hook_name: str | None = None,
-    progress: ReportProgress = ignore_progress,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Exported:
     """Write taps of a dataset in one of the formats; without ``taps``, the residual stream of all layers."""
     if to not in _WRITERS:
@@ -481,7 +476,7 @@ def _draft_samples(export: Export, last: str) -> Iterator[tuple[int, _Array, _Ar
             "the dataset has not all tokens", expected="--positions all", found=f"--positions {run.positions}"
         )
     streams = {stream.number for stream, _ in dataset._shards(export.taps, export.streams)}
-    chosen = [address for place in range(len(dataset)) if (address := dataset.samples.address(place))[0] in streams]
+    chosen = [address for address in dataset.samples.addresses() if address[0] in streams]
     trained = 0
     for number, (stream, index) in enumerate(chosen):
         sample = dataset.sample(stream, index)

@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
-from spile.reading.export import ReportProgress, ignore_progress
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
@@ -326,7 +325,7 @@ def import_pickles(
     site: str = "residual",
     model: str = "unknown",
     store_dtype: StoreDtype = "bfloat16",
-    progress: ReportProgress = ignore_progress,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> StreamStore:
     """Store pickles as one stream of a dataset. Files that an earlier import committed are not stored again.
 

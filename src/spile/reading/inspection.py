@@ -170,8 +170,7 @@ def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, se
     source, count = np.random.default_rng(seed), len(dataset.samples)
     places = np.sort(source.choice(count, min(count, _SAMPLES), replace=False))
     length, picked = -(-rows // max(1, len(places))), []
-    for place in places.tolist():
-        number, index = dataset.samples.address(place)
+    for number, index in dataset.samples.addresses(places):
         stream = dataset.stream(number)
         record = stream.shard_with(index)
         if record is not None and set(taps) <= set(stream.taps):
@@ -299,8 +298,8 @@ def compare_datasets(
     wanted = [tap for tap in (taps or a.taps) if tap in b.taps]
     if not wanted:
         raise UserError("taps", expected=f"a tap of both datasets, such as {', '.join(a.taps[:3])}", found="none")
-    here = {b.samples.address(place) for place in range(len(b))}
-    common = [address for place in range(len(a)) if (address := a.samples.address(place)) in here]
+    in_both = set(b.samples.addresses())
+    common = [address for address in a.samples.addresses() if address in in_both]
     if samples is not None:
         common = [common[place] for place in evenly_spaced(len(common), samples)]
     pairs: dict[str, list[tuple[_Array, _Array]]] = {tap: [] for tap in wanted}

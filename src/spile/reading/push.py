@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from spile.errors import SpecError, StoreError, UserError
 from spile.objects.folder import Folder, ObjectInfo, read_chunks
 from spile.objects.hub import HubFolder, hub_errors
 from spile.reading.dataset import Dataset
-from spile.reading.export import ReportProgress, ignore_progress
 from spile.store.layout import PROGRESS, SUSPECTS, predictions_name, stream_number
 from spile.store.run import read_run
 
@@ -43,7 +42,7 @@ def push_dataset(
     extra: Mapping[str, bytes],
     *,
     private: bool = False,
-    progress: ReportProgress = ignore_progress,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Pushed:
     """Upload a dataset and the files ``extra``, such as its card, and compare what the hub then lists with them.
 

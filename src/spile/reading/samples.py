@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
@@ -17,10 +16,10 @@ import numpy.typing as npt
 
 from spile.errors import SpileError, UserError
 from spile.objects.folder import read_ahead
+from spile.reading.blocks import SampleTable
 from spile.reading.rows import SampleRef, column, role_mask
 from spile.spec.amounts import counted
 from spile.spec.positions import counted_choice, last_content
-from spile.spec.ranges import Ranges
 from spile.spec.sample import Role
 from spile.spec.taps import Tap
 from spile.store.ledger import ShardRecord
@@ -240,15 +239,12 @@ class SampleList(Sequence[SampleRef]):
     """The references of all samples, stream by stream in the order of the data. Headers are read on demand."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-        pairs: dict[int, list[tuple[int, int]]] = {}
-        for stream, record in dataset._shards():
-            pairs.setdefault(stream.number, []).extend(record.samples.pairs())
-        self._runs = [(stream, *pair) for stream, found in pairs.items() for pair in Ranges(found).pairs()]
-        self._ends = list(accumulate(stop - start for _, start, stop in self._runs))
+        self._dataset, shards = dataset, dataset._shards()
+        self._table = SampleTable.of(shards)
+        self._streams = np.array([stream.number for stream, _ in shards], np.int64)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._table.start[-1])
 
     @overload
     def __getitem__(self, place: int) -> SampleRef: ...
@@ -264,9 +260,12 @@ class SampleList(Sequence[SampleRef]):
         number = place + len(self) if place < 0 else place
         if not 0 <= number < len(self):
             raise IndexError(f"sample {place} of {len(self)}")
-        run = bisect_right(self._ends, number)
-        stream, _, stop = self._runs[run]
-        return stream, stop - (self._ends[run] - number)
+        return self.addresses(np.array([number]))[0]
+
+    def addresses(self, places: npt.NDArray[np.int64] | None = None) -> list[tuple[int, int]]:
+        """Return the stream and the index of the samples at these places, or of all samples."""
+        shard, index = self._table.find(np.arange(len(self)) if places is None else places)
+        return list(zip(self._streams[shard].tolist(), index.tolist(), strict=True))
 
     def __repr__(self) -> str:
         return f"<{counted(len(self), 'sample')} of {self._dataset.root.url}>"
