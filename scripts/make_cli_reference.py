@@ -17,7 +17,7 @@ from pathlib import Path
 from cyclopts import App
 from cyclopts.argument import Argument
 
-from spile.cli.program import COMMANDS, GROUPS, Command, build
+from spile.cli.program import COMMANDS, GROUPS, Command, build_app
 
 __all__ = ["application", "flags", "reference"]
 
@@ -52,7 +52,7 @@ Run it again after an upgrade of spile.
 
 def application(command: Command) -> App:
     """Return the application of one command."""
-    app = build(meant=command.name)
+    app = build_app(command=command.name)
     for word in command.name.split(" "):
         app = app[word]
     return app
@@ -60,7 +60,7 @@ def application(command: Command) -> App:
 
 def flags(command: Command) -> Iterator[Argument]:
     """Yield the flags and arguments that ``--help-all`` shows."""
-    app, default = application(command), build().default_parameter
+    app, default = application(command), build_app().default_parameter
     for argument in app.assemble_argument_collection(default_parameter=default, parse_docstring=True):
         if argument.show and argument.names[0] != "*":
             yield argument

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from spile.errors import SpecError, SpileError, UserError, naming
+from spile.errors import SpecError, SpileError, UserError, name_arguments
 from spile.spec.run import (
     Backend,
     BadRows,
@@ -127,7 +127,7 @@ class LoadOptions(TypedDict, total=False):
 # -- run a model ------------------------------------------------------------------------------------------------------
 
 
-@naming("spile.load")
+@name_arguments("spile.load")
 def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
     """Load a model and keep it in memory, for repeated calls of its method ``tap``.
 
@@ -137,14 +137,14 @@ def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
     """
     from spile.worker.tapping import load_tapped
 
-    return load_tapped(make_spec({"model": model, **_plain(options)}, source="spile.load()"))
+    return load_tapped(make_spec({"model": model, **_plain_values(options)}, source="spile.load()"))
 
 
 _last_model: list[tuple[object, Any]] = []
 """The arguments and the model of the last call of :func:`tap`."""
 
 
-@naming("spile.tap")
+@name_arguments("spile.tap")
 def tap(
     model: str | Model,
     data: Data,
@@ -188,7 +188,7 @@ def tap(
     return loaded.tap(data, taps=taps, **options)
 
 
-@naming("spile.extract")
+@name_arguments("spile.extract")
 def extract(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -224,11 +224,11 @@ def extract(
     from spile.worker.extract import run_stream
 
     spec = _run_spec("extract", model, data, output, taps, options)
-    with _shown(progress, stop) as (counters, ended):
+    with _progress_display(progress, stop) as (counters, ended):
         return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
-@naming("spile.stream")
+@name_arguments("spile.stream")
 def stream(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -259,7 +259,7 @@ def stream(
     return ActivationStream(spec, store=store is not None, workers=workers)
 
 
-@naming("spile.infer")
+@name_arguments("spile.infer")
 def infer(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -288,11 +288,11 @@ def infer(
     event = stop if isinstance(stop, threading.Event) else None
     words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
     spec = _run_spec("infer", model, data, output, taps, {**options, **words})
-    with _shown(progress, event) as (counters, ended):
+    with _progress_display(progress, event) as (counters, ended):
         return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
 
-@naming("spile.plan")
+@name_arguments("spile.plan")
 def plan(
     model: str | RunSpec = "embedded",
     data: Data = None,
@@ -331,7 +331,7 @@ def plan(
 # -- examine what was stored ------------------------------------------------------------------------------------------
 
 
-@naming("spile.verify")
+@name_arguments("spile.verify")
 def verify(
     root: str | os.PathLike[str],
     *,
@@ -365,7 +365,7 @@ def verify(
     """
     if isinstance(recompute, bool) or not isinstance(recompute, int) or recompute < 0:
         raise SpecError("--recompute", expected="the number of samples to compute again", found=repr(recompute))
-    return prove(
+    return verify_with_model(
         str(root),
         recompute=recompute,
         streams=streams,
@@ -379,7 +379,7 @@ def verify(
     )
 
 
-def prove(root: str, *, recompute: int, **options: Any) -> Report:
+def verify_with_model(root: str, *, recompute: int, **options: Any) -> Report:
     """Verify a dataset with the tokenizer of its run and, if samples are recomputed, with its model.
 
     The options are those of :func:`spile.store.verification.verify`.
@@ -411,7 +411,7 @@ def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
         return None, (f"texts of answers were not compared with their tokens: {error}",)
 
 
-@naming("spile.inspect")
+@name_arguments("spile.inspect")
 def inspect(
     root: str | os.PathLike[str] | Dataset,
     *,
@@ -429,7 +429,7 @@ def inspect(
     """
     from spile.reading.inspection import inspect_dataset
 
-    dataset = _opened(root)
+    dataset = _open_dataset(root)
     if not len(dataset):
         raise UserError(f"{dataset.root.url} has no samples yet", fix="inspect it after the first commit")
     found = inspect_dataset(dataset, tap=tap)
@@ -440,7 +440,7 @@ def inspect(
     return found
 
 
-@naming("spile.export")
+@name_arguments("spile.export")
 def export(
     root: str | os.PathLike[str] | Dataset,
     output: str | os.PathLike[str],
@@ -478,7 +478,7 @@ def export(
     )
 
 
-@naming("spile.push")
+@name_arguments("spile.push")
 def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool = False) -> Pushed:
     """Upload a dataset to the Hugging Face hub, with a dataset card. A second call continues an interrupted push.
 
@@ -490,11 +490,11 @@ def push(root: str | os.PathLike[str] | Dataset, target: str, *, private: bool =
     from spile.reading.push import push_dataset
     from spile.view.card import dataset_card
 
-    dataset = _opened(root)
+    dataset = _open_dataset(root)
     return push_dataset(dataset, target, dataset_card(dataset, target), private=private)
 
 
-@naming("spile.compare")
+@name_arguments("spile.compare")
 def compare(
     a: str | os.PathLike[str] | Dataset, b: str | os.PathLike[str] | Dataset, *, taps: Sequence[str] | None = None
 ) -> Comparison:
@@ -507,10 +507,10 @@ def compare(
     """
     from spile.reading.inspection import compare_datasets
 
-    return compare_datasets(_opened(a), _opened(b), taps)
+    return compare_datasets(_open_dataset(a), _open_dataset(b), taps)
 
 
-@naming("spile.score")
+@name_arguments("spile.score")
 def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset: str | None = None) -> Score:
     """Compare the answers of :func:`infer` to ARC tasks with the expected outputs.
 
@@ -543,9 +543,9 @@ def _run_spec(
         if more:
             raise SpecError(more[0], expected="a run spec and no other argument", found="both")
         return model
-    values = {"model": model, **_plain(options)}
+    values = {"model": model, **_plain_values(options)}
     values |= {} if output is None else {"output": str(output)}
-    values |= {} if taps is None else {"taps": _plain({"taps": taps})["taps"]}
+    values |= {} if taps is None else {"taps": _plain_values({"taps": taps})["taps"]}
     by_name = data is None or isinstance(data, str | os.PathLike)
     values |= {"dataset": str(data)} if by_name and data is not None else {}
     spec = make_spec(values, infer=function == "infer", source=f"spile.{function}()")
@@ -556,7 +556,7 @@ def _run_spec(
     return replace(spec, data=with_rows(spec.data, data))
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_values(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in the forms that the run spec accepts: any sequence as a list, a path as a text."""
     found: dict[str, Any] = {}
     for name, value in options.items():
@@ -569,7 +569,7 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _opened(root: str | os.PathLike[str] | Dataset) -> Dataset:
+def _open_dataset(root: str | os.PathLike[str] | Dataset) -> Dataset:
     from spile.reading.dataset import Dataset
     from spile.reading.dataset import open as open_dataset
 
@@ -577,7 +577,7 @@ def _opened(root: str | os.PathLike[str] | Dataset) -> Dataset:
 
 
 @contextmanager
-def _shown(
+def _progress_display(
     progress: Progress | bool | None, stop: threading.Event | None
 ) -> Iterator[tuple[Progress | None, threading.Event | None]]:
     """Yield the counters of a run and what ends it, and show them if that is asked for, or in a notebook."""

@@ -159,14 +159,14 @@ def _as_sentence(text: str) -> str:
 
 
 @contextmanager
-def naming(function: str) -> Iterator[None]:
+def name_arguments(function: str) -> Iterator[None]:
     """Name the public function and its arguments in errors, instead of the flags of the command line."""
     try:
         yield
     except SpileError as error:
-        error.problem, error.fix = _arguments(error.problem), error.fix and _arguments(error.fix)
+        error.problem, error.fix = _flags_to_arguments(error.problem), error.fix and _flags_to_arguments(error.fix)
         error.expected, error.found = (
-            _arguments(each) if isinstance(each, str) else each for each in (error.expected, error.found)
+            _flags_to_arguments(each) if isinstance(each, str) else each for each in (error.expected, error.found)
         )
         if isinstance(error, SpecError) and not error.problem.startswith("spile."):
             error.problem = f"{function}(): {error.problem}"
@@ -174,11 +174,11 @@ def naming(function: str) -> Iterator[None]:
         raise
 
 
-_WORDS = "auto|jax|torch|arc|chat|text|tokens|truncate|skip|error|both|prompt|answer|none|all|last"
-_FLAG = re.compile(rf"--([a-z][a-z0-9-]*)(?: (\d[\w.,]*|(?:b?float\d+|int8|{_WORDS})\b))?")
+_VALUES = "auto|jax|torch|arc|chat|text|tokens|truncate|skip|error|both|prompt|answer|none|all|last"
+_FLAG = re.compile(rf"--([a-z][a-z0-9-]*)(?: (\d[\w.,]*|(?:b?float\d+|int8|{_VALUES})\b))?")
 
 
-def _arguments(text: str) -> str:
+def _flags_to_arguments(text: str) -> str:
     """Write ``--max-seq-length 512`` as ``max_seq_length=512``; a whole command stays as it is."""
     if re.search(r"\bspile [a-z]", text):
         return text

@@ -12,10 +12,10 @@ import pytest
 
 from docs.old_guides import INSTEAD, LINES, OldLine
 from docs.pages import ROOT
-from spile.cli.aliases import INSTEAD as OTHERS
-from spile.cli.aliases import SCRIPTS, modern
+from spile.cli.aliases import OTHER_PROGRAMS as OTHERS
+from spile.cli.aliases import SCRIPTS, translate
 from spile.cli.main import main
-from spile.cli.program import COMMANDS, build
+from spile.cli.program import COMMANDS, build_app
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
 
@@ -35,8 +35,8 @@ def _streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the run is given: for extract and infer the spec itself, at the door of the runtime."""
     if old.command not in ("extract", "infer"):
-        words = modern(shlex.split(old.line), old.environment)
-        function, bound, _ = build().parse_args(words, exit_on_error=False, print_error=False)
+        words = translate(shlex.split(old.line), old.environment)
+        function, bound, _ = build_app().parse_args(words, exit_on_error=False, print_error=False)
         path = next(command.function for command in COMMANDS if command.name == old.command)
         assert f"{function.__module__}:{function.__name__}" == f"spile.cli.{path}"
         return {name: _value(bound.arguments, name) for name in old.means}

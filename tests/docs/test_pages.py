@@ -13,9 +13,9 @@ import pytest
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError
 
 from docs.pages import PAGES, ROOT, anchors, blocks, commands, links, mentions, name_of, prose
-from spile.cli.aliases import modern
+from spile.cli.aliases import translate
 from spile.cli.main import main
-from spile.cli.program import COMMANDS, GROUPS, build
+from spile.cli.program import COMMANDS, GROUPS, build_app
 from spile.objects import open_folder
 from world import produce
 
@@ -56,7 +56,7 @@ def understood(words: list[str], *, whole: bool) -> None:
         return
     assert words[1].startswith("-") or words[1] in GROUPS or any(each.name == words[1] for each in COMMANDS), words
     try:
-        build().parse_args(modern(words[1:], {}), exit_on_error=False, print_error=False)
+        build_app().parse_args(translate(words[1:], {}), exit_on_error=False, print_error=False)
     except (MissingArgumentError, CoercionError):  # a mention may leave something out, or write N for a number
         assert not whole, words
     except CycloptsError as error:
@@ -150,7 +150,7 @@ def test_the_batch_job_starts_a_worker_for_each_task() -> None:
     (group,) = json.loads(block)["taskGroups"]
     (runnable,) = group["taskSpec"]["runnables"]
     words = shlex.split(runnable["container"]["commands"][1].replace("$BATCH_TASK_INDEX", "7"))
-    _, bound, _ = build().parse_args(words[1:], exit_on_error=False, print_error=False)
+    _, bound, _ = build_app().parse_args(words[1:], exit_on_error=False, print_error=False)
     assert bound.arguments["flags"].worker_id == 7
 
 

@@ -63,7 +63,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 }
 """Scripts of the guides and the commands that replace them, so that a line of a guide can be pasted after ``spile``."""
 
-INSTEAD: dict[str, str] = {
+OTHER_PROGRAMS: dict[str, str] = {
     "docker ps": "see what runs and its progress with: spile monitor",
     "docker logs": "use: spile logs",
     "docker images": "build the image with spile docker build; --tpu-prefix builds it on every host",
@@ -94,13 +94,13 @@ _RUNNERS = frozenset({"python", "python3", "bash", "sh", "nohup", "sudo"})
 _PIPES = ("/dev/fd/", "/proc/self/fd/")
 """Prefixes of the path that the shell passes for ``bash <(curl …)``."""
 
-ALWAYS = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
+DROPPED = frozenset({"--enable-barrier-sync", "--is-barrier-server"})
 """Old switches that are dropped, because the behaviour is always on or found automatically."""
 
 SWITCHES = frozenset(
     {
         "--checkpointing", "--create-tpus", "--delete-local-after-upload", "--internal-ip", "--monitor",
-        "--preemptible", "--skip-dataset", "--skip-launch", "--upload-to-gcs", "--verbose", *ALWAYS,
+        "--preemptible", "--skip-dataset", "--skip-launch", "--upload-to-gcs", "--verbose", *DROPPED,
     }
 )  # fmt: skip
 """Switches that the old scripts accept as ``--switch True`` and ``--switch False``; spile accepts ``--switch=True``."""
@@ -132,21 +132,21 @@ VARIABLES: dict[str, Variable] = {
 """Variables of the guides. Each is ignored if its flag or the flag's SPILE_* variable is given."""
 
 
-def modern(words: list[str], environment: Mapping[str, str]) -> list[str]:
+def translate(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the command line with old flags renamed and with the flags for the guides' variables added."""
-    words = _of_script(words, environment)
+    words = _script_to_command(words, environment)
     end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
-    given = [_dashed(word) for word in words[:end]]
+    given = [_normalise_flag(word) for word in words[:end]]
     command = next((word for word in given if not word.startswith("-")), "")
     if command == "infer":
         kept = {"--activations-dir"}  # In infer it is a flag of its own, next to --output-dir for answers.
-        ours = _renamed(given, {old: new for old, new in FLAGS.items() if old not in kept})
+        ours = _rename_flags(given, {old: new for old, new in FLAGS.items() if old not in kept})
     else:
-        ours = _renamed(_without_answers(_runtime_version(given, command), command), FLAGS)
-    return ours + _from_variables(command, ours, environment) + words[end:]
+        ours = _rename_flags(_drop_answers_dir(_rename_version(given, command), command), FLAGS)
+    return ours + _flags_from_variables(command, ours, environment) + words[end:]
 
 
-def _of_script(words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _script_to_command(words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Translate a line of a guide into a command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
     first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
     name = words[first].rpartition("/")[2] if first < len(words) else ""
@@ -156,7 +156,7 @@ def _of_script(words: list[str], environment: Mapping[str, str]) -> list[str]:
             fix="run_extraction_worker.sh is now: spile extract --gcs-bucket … --dataset …",
         )
     ours = set(words[: words.index("--")] if "--" in words else words)  # Arguments after -- belong to another program.
-    others = [fix for line, fix in INSTEAD.items() if line.split()[0] == name and set(line.split()[1:]) <= ours]
+    others = [fix for line, fix in OTHER_PROGRAMS.items() if line.split()[0] == name and set(line.split()[1:]) <= ours]
     if others:
         raise SpecError(f"{name} is not a command of spile", fix=others[0])
     if name not in SCRIPTS:
@@ -165,11 +165,11 @@ def _of_script(words: list[str], environment: Mapping[str, str]) -> list[str]:
     if name == "launch_worker.sh" and rest and rest[0].isdecimal():
         rest = ["--worker-id", *rest]
     if name == "check_all_workers.sh" and not rest:
-        rest = _guide_root(environment)
+        rest = _dataset_of_variables(environment)
     return [*SCRIPTS[name], *rest]
 
 
-def _guide_root(environment: Mapping[str, str]) -> list[str]:
+def _dataset_of_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the dataset that the guides' variables name."""
     bucket, folder = (environment.get(name, "").strip() for name in ("GCS_BUCKET", "OUTPUT_DIR"))
     if bucket and environment.get("UPLOAD_TO_GCS", "").strip().lower() in _TRUE:
@@ -177,7 +177,7 @@ def _guide_root(environment: Mapping[str, str]) -> list[str]:
     return [folder or "./activations"]
 
 
-def _dashed(word: str) -> str:
+def _normalise_flag(word: str) -> str:
     """Normalise the name of a flag: ``--TPU_PREFIX=My_tpu`` → ``--tpu-prefix=My_tpu``."""
     if not word.startswith("--"):
         return word
@@ -185,7 +185,7 @@ def _dashed(word: str) -> str:
     return name.replace("_", "-").lower() + equals + value
 
 
-def _runtime_version(words: list[str], command: str) -> list[str]:
+def _rename_version(words: list[str], command: str) -> list[str]:
     """Rename ``--version V`` of a command that creates machines: gcloud means the version of the TPU's software."""
     if command not in ("tpu", "deploy"):
         return words
@@ -197,7 +197,7 @@ def _runtime_version(words: list[str], command: str) -> list[str]:
     return renamed
 
 
-def _without_answers(words: list[str], command: str) -> list[str]:
+def _drop_answers_dir(words: list[str], command: str) -> list[str]:
     """Drop guide 000's ``--output_dir`` for answers next to ``--activations_dir``."""
     names = [word.partition("=")[0] for word in words]
     if "--activations-dir" not in names or "--output-dir" not in names:
@@ -209,7 +209,7 @@ def _without_answers(words: list[str], command: str) -> list[str]:
     return words[:place] + words[place + (1 if "=" in words[place] else 2) :]
 
 
-def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
+def _rename_flags(words: list[str], flags: Mapping[str, str]) -> list[str]:
     """Rename old flags, and join the value of a switch to it."""
     renamed: list[str] = []
     for word in words:
@@ -218,10 +218,10 @@ def _renamed(words: list[str], flags: Mapping[str, str]) -> list[str]:
             renamed[-1] += f"={word}"
         else:
             renamed.append(flags.get(name, name) + equals + value)
-    return [word for word in renamed if word.partition("=")[0] not in ALWAYS]
+    return [word for word in renamed if word.partition("=")[0] not in DROPPED]
 
 
-def _from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _flags_from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return the flags that the guides' variables stand for."""
     given = {word.partition("=")[0] for word in words}
     values = {name: environment.get(name, "").strip() for name in VARIABLES}
@@ -240,9 +240,9 @@ def _from_variables(command: str, words: list[str], environment: Mapping[str, st
     ]
 
 
-GUIDES_MODEL = "Qwen/Qwen2.5-0.5B"
-GUIDES_STREAMS = "./data/streams"
-GUIDES_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
+GUIDE_MODEL = "Qwen/Qwen2.5-0.5B"
+GUIDE_STREAMS = "./data/streams"
+GUIDE_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_problems"
 _WORKER = "TPU_WORKER_ID"
 
 
@@ -256,7 +256,7 @@ def with_guide_defaults(
 ) -> RunFlags:
     """Return the flags with stream number, model and data filled in. ``every_stream``: they are for all workers."""
     if not pod and not every_stream:  # On a pod the variable contains the number of the host, not of the stream.
-        flags = flags.replaced(worker_id=worker_number(flags, environment, log))
+        flags = flags.with_values(worker_id=_worker_number(flags, environment, log))
     bucket = environment.get("GCS_BUCKET", "").strip()
     if bucket and not flags.gcs_bucket and flags.output is None:
         log(
@@ -266,32 +266,32 @@ def with_guide_defaults(
     why = _guide_signal(flags, environment, pod)
     if not why:
         return flags
-    flags = with_model(flags, why, log)
+    flags = with_guide_model(flags, why, log)
     if flags.dataset is not None or flags.dataset_dir is not None:
         return flags
-    if not Path(GUIDES_STREAMS).is_dir():
+    if not Path(GUIDE_STREAMS).is_dir():
         raise SpecError(
             f"no dataset, with {why}",
             expected="--dataset FILE or --dataset-dir DIR",
-            found=f"neither, and no {GUIDES_STREAMS} here",
+            found=f"neither, and no {GUIDE_STREAMS} here",
             fix="give --dataset embedded to use the embedded tasks",
         )
     if flags.worker_id is None and not pod and not every_stream:
-        raise SpecError("no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDES_STREAMS}")
-    log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
-    return flags.replaced(dataset_dir=GUIDES_STREAMS)
+        raise SpecError("no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDE_STREAMS}")
+    log(f"no dataset was named: {GUIDE_STREAMS}, as in the guides")
+    return flags.with_values(dataset_dir=GUIDE_STREAMS)
 
 
-def with_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlags:
+def with_guide_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlags:
     """Return the flags with the guides' names of folders, and with their model if none is given."""
-    flags = flags.replaced(stream_names=flags.stream_names or "tpu")
+    flags = flags.with_values(stream_names=flags.stream_names or "tpu")
     if flags.model is not None:
         return flags
-    log(f"no model was named, with {why}: {GUIDES_MODEL}, as in the guides (--model embedded: the embedded one)")
-    return flags.replaced(model=GUIDES_MODEL)
+    log(f"no model was named, with {why}: {GUIDE_MODEL}, as in the guides (--model embedded: the embedded one)")
+    return flags.with_values(model=GUIDE_MODEL)
 
 
-def worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
+def _worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
     """Return ``--worker-id``, the number in the stream's file name, or TPU_WORKER_ID; None if there is none of them."""
     from spile.spec.run import stream_file_number
 

@@ -28,7 +28,7 @@ def _job(options: ClusterOptions, flags: ExtractFlags, *, shared: Sequence[str])
         raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
     if flags.model is None:
         raise SpecError("no model", expected="--model NAME", found="none", fix="use --model embedded to try spile out")
-    spec = flags.replaced(worker_id=0).spec()
+    spec = flags.with_values(worker_id=0).spec()
     for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
         if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):
             expected = "a bucket, or a folder that all hosts share"

@@ -11,7 +11,7 @@ from typing import Literal
 
 from cyclopts import Parameter
 
-from spile.cli.aliases import GUIDES_DATASET
+from spile.cli.aliases import GUIDE_DATASET
 from spile.cli.flags import log, stream_numbers
 from spile.data.convert import ItemTally, RowSelection
 from spile.data.convert import convert as convert_dataset
@@ -20,7 +20,7 @@ from spile.data.manifest import upload as upload_streams
 from spile.data.split import make_streams, refuse_other_split
 from spile.errors import DataError, SpecError
 from spile.objects import bucket_url, is_remote, open_folder
-from spile.spec.options import names
+from spile.spec.options import split_names
 from spile.view.table import progress_bar
 
 
@@ -29,7 +29,7 @@ from spile.view.table import progress_bar
 class SourceFlags:
     """The rows to take, and from which dataset."""
 
-    dataset: str = GUIDES_DATASET
+    dataset: str = GUIDE_DATASET
     """owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl"""
     column: str = "examples"
     """The field with a list of [input, output] pairs (the last is the test), or with the text."""
@@ -79,7 +79,7 @@ def convert(
             expected = f"{'--output FILE' if format == 'arc-jsonl' else '--output-dir DIR'} with --format {format}"
         found = "both" if output and output_dir else "the other" if output or output_dir else "none"
         raise SpecError("the output", expected=expected, found=found)
-    with progress_bar("reading", "samples") as seen, written(target, file=chosen == "arc-jsonl") as place:
+    with progress_bar("reading", "samples") as seen, upload_after(target, file=chosen == "arc-jsonl") as place:
         done = convert_dataset(
             source.dataset,
             place,
@@ -118,10 +118,10 @@ def streams(
         streams: Make only these streams again, such as 5-9 or 0,3.
         overwrite: Replace streams of another split.
     """
-    there = None
+    existing = None
     if is_remote(output_dir):
-        there = _streams_there(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
-    with progress_bar("reading", "samples") as seen, written(output_dir) as place:
+        existing = _existing_streams(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
+    with progress_bar("reading", "samples") as seen, upload_after(output_dir) as place:
         made = make_streams(
             source.dataset,
             place,
@@ -130,10 +130,10 @@ def streams(
             only=stream_numbers(streams),
             overwrite=overwrite,
             progress=lambda tally: seen(tally.samples, source.max_samples),
-            selection=source.selection(names(keep or "")),
+            selection=source.selection(split_names(keep or "")),
         )
-        if there is not None:
-            refuse_other_split(there, made.manifest, f"{output_dir}/{MANIFEST}")
+        if existing is not None:
+            refuse_other_split(existing, made.manifest, f"{output_dir}/{MANIFEST}")
     _print_tally(made.tally)
     counts = sorted({entry.samples for entry in made.manifest.streams})
     each = f"{counts[0]:,} samples each" if len(counts) == 1 else f"{counts[0]:,} or {counts[-1]:,} samples each"
@@ -165,7 +165,7 @@ def upload(*, bucket: str, prefix: str = "datasets", local_dir: Path = Path("dat
 
 
 @contextmanager
-def written(target: str, *, file: bool = False) -> Iterator[Path]:
+def upload_after(target: str, *, file: bool = False) -> Iterator[Path]:
     """Yield where to write: the target itself, or a temporary folder that is uploaded to the bucket at the end."""
     if not is_remote(target):
         yield Path(target)
@@ -176,19 +176,19 @@ def written(target: str, *, file: bool = False) -> Iterator[Path]:
         upload_streams(Path(here), open_folder(folder))
 
 
-def _streams_there(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
+def _existing_streams(url: str, count: int, seed: int, *, some: bool, overwrite: bool) -> StreamsManifest | None:
     """Return the manifest of existing streams unless they are to be replaced; refuse another number or seed."""
     if some:
         raise SpecError("--streams with a bucket", expected="all streams", fix="make them here, then spile data upload")
-    there = None if overwrite else read_manifest(open_folder(url))
-    if there is not None and (len(there.streams), there.seed) != (count, seed):
+    existing = None if overwrite else read_manifest(open_folder(url))
+    if existing is not None and (len(existing.streams), existing.seed) != (count, seed):
         raise DataError(
             f"{url} holds streams of another split",
-            expected=f"{len(there.streams)} streams of seed {there.seed}",
+            expected=f"{len(existing.streams)} streams of seed {existing.seed}",
             found=f"{count} of seed {seed}",
             fix="use another --output-dir, or --overwrite",
         )
-    return there
+    return existing
 
 
 def _print_tally(tally: ItemTally) -> None:

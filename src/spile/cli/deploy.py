@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
 
-from spile.cli.aliases import GUIDES_DATASET, GUIDES_STREAMS, with_model
+from spile.cli.aliases import GUIDE_DATASET, GUIDE_STREAMS, with_guide_model
 from spile.cli.flags import (
     GCS_PREFIX,
     MANY,
@@ -22,7 +22,7 @@ from spile.cli.flags import (
     PlaceFlags,
     RunFlags,
     confirm,
-    given,
+    given_flags,
     log,
     print_results,
 )
@@ -54,12 +54,12 @@ from spile.objects import is_remote, open_folder
 from spile.planning.cost import START_SECONDS, Estimate, Rates
 from spile.planning.machines import list_prices, parse_machine
 from spile.spec.amounts import counted, duration, size
-from spile.spec.options import pairs
+from spile.spec.options import parse_pairs
 from spile.spec.run import RunSpec
 from spile.store.cleanup import clear_stream
 from spile.view.table import output
 
-_COUNTED = 200
+_COUNTED_SAMPLES = 200
 """The number of samples of the first stream whose tokens a dry run counts."""
 
 
@@ -115,16 +115,16 @@ class DeployFlags:
 
 Flags = TypeVar("Flags", PlaceFlags, MachineFlags, RunFlags, DeployFlags)
 
-_ONCE = frozenset(
+_NOT_REUSED = frozenset(
     {
         *("dataset", "dataset_dir", "split", "config_name", "worker_id", "output_dir", "gcs_bucket", "upload_to_gcs"),
         *("local_copy", "delete_local_after_upload", "checkpointing", "overwrite", "expect_split"),
     }
 )
 """Flags of a run that are for one deployment only, or for workers by hand."""
-_KEPT = frozenset(
+_REUSED = frozenset(
     {"zones", "name_prefix", "env", "notify", "keep_finished"}
-    | {each.name for kind in (MachineFlags, ExtractFlags) for each in fields(kind) if each.name not in _ONCE}
+    | {each.name for kind in (MachineFlags, ExtractFlags) for each in fields(kind) if each.name not in _NOT_REUSED}
 )
 """The flags that a later deployment with --skip-dataset reuses."""
 _TIERS = frozenset({"preemptible", "spot", "reserved", "best_effort"})
@@ -136,7 +136,7 @@ def worker_spec(flags: RunFlags, root: str, streams: str, split: str | None = No
     What deploy does once (splitting the dataset, removing stored streams) is not part of it: a worker that is started
     again must not do it again.
     """
-    given = flags.stored_in(root).replaced(dataset=None, dataset_dir=streams).values()
+    given = flags.with_output(root).with_values(dataset=None, dataset_dir=streams).values()
     fixed = {
         "expect_split": split, "split": None, "config_name": None, "worker_id": 0, "local_copy": None,
         "checkpointing": True, "overwrite": False, "delete_local_after_upload": False,
@@ -164,7 +164,7 @@ def deploy(
     home = FleetHome.open(fleet_url(bucket, place.fleet))
     before = home.find_fleet()  # A missing bucket is reported here, before anything is created.
     if before is not None and steps.skip_dataset:
-        before = _trusted_fleet(client, home, yes=steps.yes)
+        before = _read_trusted_fleet(client, home, yes=steps.yes)
     request = _Request(place, machines, flags, steps).complete(before if steps.skip_dataset else None)
     fleet = request.fleet(client, home, before)
     _check(client, fleet, request)
@@ -173,7 +173,7 @@ def deploy(
         log(line)
     with _streams(fleet, request, bucket, before) as streams:
         streams.check(len(fleet.workers))
-        fleet = request.work(fleet, bucket, streams)
+        fleet = request.with_work(fleet, bucket, streams)
         if steps.skip_dataset:
             streams.check_limit(worker_spec(request.flags, "gs://b/x", streams.url).data)
         cleared = _streams_to_clear(fleet, request.flags)
@@ -211,45 +211,45 @@ class _Request:
     workers: tuple[Worker, ...] = ()
     """The workers of the earlier deployment; empty if they are planned again."""
 
-    def kept(self) -> dict[str, Any]:
+    def reusable_flags(self) -> dict[str, Any]:
         """Return the given flags that a later deployment with --skip-dataset reuses, by name."""
         groups = (self.flags, self.machines, self.place, self.steps)
-        every = {name: value for group in groups for name, value in given(group).items()}
-        return {name: value for name, value in every.items() if name in _KEPT}
+        every = {name: value for group in groups for name, value in given_flags(group).items()}
+        return {name: value for name, value in every.items() if name in _REUSED}
 
     def complete(self, before: FleetSpec | None) -> _Request:
         """Return the request with the flags of an earlier deployment and the model of the guides, and check it."""
-        request = self if before is None else self._reuse(before)
+        request = self if before is None else self._with_flags_of(before)
         flags = request.flags
         if flags.worker_id is not None:
             raise SpecError("--worker-id", expected="none: a fleet numbers its workers", found=str(flags.worker_id))
         if flags.output_dir is not None:
             folder = f"--output-dir {flags.output_dir}"
             log(f"{folder} is not used: the dataset is stored in the bucket, not on the machines")
-        return replace(request, flags=with_model(flags, "a fleet", log))
+        return replace(request, flags=with_guide_model(flags, "a fleet", log))
 
-    def _reuse(self, before: FleetSpec) -> _Request:
+    def _with_flags_of(self, before: FleetSpec) -> _Request:
         """Return the request with the earlier value of each flag that was not given; print these flags.
 
         Values of environment variables and addresses of webhooks are not shown.
         """
-        now = self.kept()
+        now = self.reusable_flags()
         changed = {name for name, value in now.items() if value != before.flags.get(name)}
         replaced = set(now)
         if changed & (_TIERS | {"queued"}):  # They exclude each other, and --queued changes their default.
             replaced |= _TIERS
         if changed & {"output", "gcs_prefix"}:
             replaced |= {"output", "gcs_prefix"}
-        old = {name: value for name, value in before.flags.items() if name in _KEPT and name not in replaced}
+        old = {name: value for name, value in before.flags.items() if name in _REUSED and name not in replaced}
         hidden = {"env": [f"{name}=…" for name in before.environment], "notify": ["…"]}
         if old:
             log(f"as before: {' '.join(_flag_words({name: hidden.get(name, old[name]) for name in old}))}")
         same = now.keys().isdisjoint({"zones", "workers_per_zone", "name_prefix"})
         return _Request(
-            _filled(self.place, old),
-            _filled(self.machines, old),
-            _filled(self.flags, old),
-            _filled(self.steps, old),
+            _fill_flags(self.place, old),
+            _fill_flags(self.machines, old),
+            _fill_flags(self.flags, old),
+            _fill_flags(self.steps, old),
             before.workers if same else (),
         )
 
@@ -274,14 +274,14 @@ class _Request:
             return fleet_bucket("--output", self.flags.output)
         return f"{bucket}/{(self.flags.gcs_prefix or GCS_PREFIX).strip('/')}"
 
-    def work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
+    def with_work(self, fleet: FleetSpec, bucket: str, streams: StreamsPlan) -> FleetSpec:
         return deployment_of(
             fleet,
             worker_spec(self.flags, self.root(bucket), streams.url, streams.split),
             streams,
-            environment=pairs("--env", self.steps.env),
+            environment=parse_pairs("--env", self.steps.env),
             notify=tuple(self.steps.notify or ()),
-            flags={**self.kept(), "zones": ",".join(fleet.zones)},
+            flags={**self.reusable_flags(), "zones": ",".join(fleet.zones)},
         )
 
     def in_own_folder(
@@ -296,16 +296,16 @@ class _Request:
             raise error
         prefix = f"{GCS_PREFIX}-{streams.split[:8]}"
         log(f"{error.problem}: this run is stored in {bucket}/{prefix}")
-        request = replace(self, flags=self.flags.replaced(gcs_prefix=prefix))
-        return request, request.work(fleet, bucket, streams)
+        request = replace(self, flags=self.flags.with_values(gcs_prefix=prefix))
+        return request, request.with_work(fleet, bucket, streams)
 
 
-def _filled(flags: Flags, values: Mapping[str, Any]) -> Flags:
+def _fill_flags(flags: Flags, values: Mapping[str, Any]) -> Flags:
     """Return the flags with those of the values that they have a field for."""
     return replace(flags, **{each.name: values[each.name] for each in fields(flags) if each.name in values})
 
 
-def _trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSpec:
+def _read_trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
     fleet, pin = home.read_pinned()
     doubt = check_pinned(provider, home.folder.url, fleet, pin)
@@ -316,7 +316,7 @@ def _trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSp
 
 def _launch_hint(place: PlaceFlags, steps: DeployFlags, bucket: str, *, again: bool) -> str:
     """Return what is true after ``--skip-launch``, and the command that launches."""
-    chosen = {**given(place), **given(steps)}
+    chosen = {**given_flags(place), **given_flags(steps)}
     repeated = ("fleet", "project", "adopt", "launch", "user", "ssh_key", "internal_ip")
     create = [] if steps.adopt else ["--create-tpus"]
     flags = _flag_words({name: chosen[name] for name in repeated if name in chosen})
@@ -339,7 +339,7 @@ def _flag_words(values: Mapping[str, Any]) -> list[str]:
 def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     """Raise the errors that can be known before anything is created."""
     request.root("gs://b")
-    pairs("--env", request.steps.env)
+    parse_pairs("--env", request.steps.env)
     for url in request.steps.notify or ():
         check_webhook(url)
     check_model(worker_spec(request.flags, "gs://b/x", "gs://b/datasets"))
@@ -350,27 +350,28 @@ def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
 @contextmanager
 def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec | None) -> Iterator[StreamsPlan]:
     """Yield the streams for the workers: existing ones, those of a folder, or those of a dataset that is split now."""
-    flags, below, there = request.flags, f"{bucket}/datasets", before.streams if before is not None else None
+    flags, target = request.flags, f"{bucket}/datasets"
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
-    if folder is None and flags.dataset is None and not request.steps.skip_dataset and Path(GUIDES_STREAMS).is_dir():
-        log(f"no dataset was named: {GUIDES_STREAMS}, as in the guides")
-        folder = GUIDES_STREAMS
+    if folder is None and flags.dataset is None and not request.steps.skip_dataset and Path(GUIDE_STREAMS).is_dir():
+        log(f"no dataset was named: {GUIDE_STREAMS}, as in the guides")
+        folder = GUIDE_STREAMS
     if folder is not None and not is_remote(folder) and not request.steps.skip_dataset:
-        yield local_streams(Path(folder), below)
+        yield local_streams(Path(folder), target)
     elif request.steps.skip_dataset or folder is not None:
         remote = folder if folder is not None and is_remote(folder) else None
-        yield existing_streams(remote or there or below)
+        deployed = before.streams if before is not None else None
+        yield existing_streams(remote or deployed or target)
     else:
         if flags.dataset is None:
-            log(f"no dataset was named: {GUIDES_DATASET}, as in the guides")
-        dataset = flags.dataset or GUIDES_DATASET
-        data = flags.stored_in(bucket).spec().data
+            log(f"no dataset was named: {GUIDE_DATASET}, as in the guides")
+        dataset = flags.dataset or GUIDE_DATASET
+        data = flags.with_output(bucket).spec().data
         known = before.stream_count if before is not None else 0
         # A trial may have had fewer streams than this fleet has workers: then the dataset is split again.
         count = request.steps.num_streams or max(known, len(fleet.workers))
-        with split_streams(dataset, below, count, data=data, log=log, limited=True) as made:
+        with split_streams(dataset, target, count, data=data, log=log, limited=True) as made:
             yield made
 
 
@@ -472,7 +473,7 @@ def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Esti
     """Return an estimate that assumes that all streams are as long as the first one."""
     from spile.planning.forecast import plan as forecast
 
-    found = forecast(worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url)), _COUNTED)
+    found = forecast(worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url)), _COUNTED_SAMPLES)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

@@ -47,8 +47,8 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     output = spec.output
     runner = make_engine(engine, output)
     try:
-        spec = _with_absolute_paths(_divided(flags, spec, runner, engine.num_streams))
-        inputs = tuple(filter(_is_place, (spec.data.dataset_dir or spec.data.dataset, spec.model)))
+        spec = _with_absolute_paths(_with_streams(flags, spec, runner, engine.num_streams))
+        inputs = tuple(filter(_is_location, (spec.data.dataset_dir or spec.data.dataset, spec.model)))
         with cluster_check(spec.output, inputs) as asked:
             runner.check(asked)
         root = open_folder(spec.output)
@@ -73,7 +73,7 @@ def part_workers(command: str, root: str, flags: WorkerOptions) -> Iterator[RunP
     from spile.launch.engines import make_engine
     from spile.store.parts import divide
 
-    if not flags.asked:
+    if not flags.requested:
         yield None
         return
     place = _absolute_folder(root)
@@ -136,7 +136,7 @@ def _with_absolute_paths(spec: RunSpec) -> RunSpec:
     return replace(spec, model=_absolute(spec.model), data=data, output=_absolute_folder(spec.output), local_copy=copy)
 
 
-def _is_place(name: str) -> bool:
+def _is_location(name: str) -> bool:
     """Return whether the name is a path or a URL and not a name on the hub."""
     return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
 
@@ -147,7 +147,7 @@ def _absolute_folder(place: str) -> str:
 
 def _absolute(name: str) -> str:
     """Return a path as an absolute path; names on the hub and URLs stay."""
-    return _absolute_folder(name) if _is_place(name) else name
+    return _absolute_folder(name) if _is_location(name) else name
 
 
 def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
@@ -161,7 +161,7 @@ def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
     return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
 
 
-def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) -> RunSpec:
+def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) -> RunSpec:
     """Return the spec with the data as streams: those of an earlier run, or new ones.
 
     A small dataset is split into files in the output folder. The workers read a large one directly, each the rows of
@@ -178,9 +178,9 @@ def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) 
     if known is not None:
         _refuse_other_split(known, flags, spec, asked, place)
         return files
-    in_turn = _begun_without_split(spec, asked)
-    if in_turn is None and (not runner.elsewhere or "://" in spec.data.dataset or not _is_place(spec.data.dataset)):
-        in_turn = _read_in_turn(spec, asked or runner.workers)
+    in_turn = _continue_without_split(spec, asked)
+    if in_turn is None and (not runner.elsewhere or "://" in spec.data.dataset or not _is_location(spec.data.dataset)):
+        in_turn = _with_rows_in_turn(spec, asked or runner.workers)
     if in_turn is not None:
         return in_turn
     count = asked or _stream_count(spec.data.dataset, spec, runner.workers)
@@ -188,7 +188,7 @@ def _divided(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) 
     return files
 
 
-def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
+def _with_rows_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
     """Return the spec with streams that read the rows of a large dataset in turn; None if it is not large."""
     from spile.data.sources import open_input
     from spile.data.stream import is_large
@@ -203,7 +203,7 @@ def _read_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
     return replace(spec, data=replace(spec.data, worker_id=0, of_streams=count, dataset_revision=file.revision))
 
 
-def _begun_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
+def _continue_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
     """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
     from spile.store.run import stored_spec
 

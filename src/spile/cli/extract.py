@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, RunFlags, given, log
+from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, RunFlags, given_flags, log
 from spile.errors import Interrupted, SpecError
 from spile.launch.engines import EngineOptions
 from spile.objects import is_remote, open_folder
@@ -39,7 +39,7 @@ class BackfillFlags:
     """The finished dataset: a folder, gs://…, s3://… or az://…"""
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         return self.add_taps is not None or self.to is not None
 
     def spec(self, flags: ExtractFlags) -> BackfillSpec:
@@ -47,7 +47,7 @@ class BackfillFlags:
         if self.to is None or self.add_taps is None:
             found = "one of them"
             raise SpecError("--add-taps and --to", expected="both: the taps, and the finished dataset", found=found)
-        values, known = given(flags), {each.name for each in fields(BackfillSpec)} - {"taps"}
+        values, known = given_flags(flags), {each.name for each in fields(BackfillSpec)} - {"taps"}
         for name, value in values.items():
             if name not in known:
                 raise SpecError(
@@ -79,9 +79,9 @@ def extract(
         web: Also show the run in the browser while it runs; its address is printed.
         verbose: Log more: devices, shapes, each commit.
     """
-    if backfill.asked:
+    if backfill.requested:
         return add_taps(backfill, flags, pod, verbose)
-    if engine.asked:
+    if engine.requested:
         from spile.cli.engines import extract_on_engine
 
         return extract_on_engine(with_guide_defaults(flags, os.environ, log, every_stream=True), engine)
@@ -147,7 +147,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)
-    with pod.joined(identity) as hosts, between:
+    with pod.join(identity) as hosts, between:
         return work_on_claims(
             spec.data,
             spec.output,
@@ -175,9 +175,9 @@ def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool, web: bool = False) 
     identity = pod.identity()
     spec = with_guide_defaults(flags, os.environ, log, pod=identity.count > 1).spec()
     _check_local_run(spec)
-    from spile.cli.view import web_of
+    from spile.cli.view import serve_page
 
-    with web_of(spec.output, web and identity.process == 0):
+    with serve_page(spec.output, web and identity.process == 0):
         return run_stream(spec, pod, identity, verbose)
 
 
@@ -224,7 +224,7 @@ def run_stream(
     from spile.worker.pod.pod import log_devices
     from spile.worker.signals import end_soon
 
-    joined = pod.joined(identity) if hosts is None else nullcontext(hosts)
+    joined = pod.join(identity) if hosts is None else nullcontext(hosts)
     with joined as hosts, worker_display(verbose) as watch:
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
@@ -235,7 +235,7 @@ def run_stream(
                 for began, ended, name in sorted(watch.progress.spans):
                     log(f"{began:6.2f} to {ended:6.2f} s  {name}")
             summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
-            watch.finish(summary, spec.data.max_samples, _answers(spec, summary))
+            watch.finish(summary, spec.data.max_samples, _answer_facts(spec, summary))
             _warn_of_incomplete_copy(spec, summary.stream)
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
@@ -244,7 +244,7 @@ def run_stream(
     return summary.exit_code
 
 
-def _answers(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
+def _answer_facts(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
     """Return the path of the answers, if all of them are there, and how to score those of ARC tasks."""
     from spile.store.run import read_run
 
@@ -292,6 +292,6 @@ def check(*, flags: PodFlags = PodFlags()) -> int:
     """
     from spile.worker.pod.pod import check_pod
 
-    with flags.joined() as hosts:
+    with flags.join() as hosts:
         check_pod(hosts, log)
     return 0

@@ -88,7 +88,7 @@ class RunFlags:
         if self.dataset_dir is not None and self.dataset is not None:
             raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
         known = {each.name for each in spec_fields()}
-        values = {name: value for name, value in given(self).items() if name in known}
+        values = {name: value for name, value in given_flags(self).items() if name in known}
         output, local_copy = self._output_and_copy()
         if output is not None:
             values["output"] = output
@@ -106,11 +106,11 @@ class RunFlags:
     def spec(self) -> RunSpec:
         return make_spec(self.values(), infer=self.answers, source="flags")
 
-    def stored_in(self, root: str) -> Self:
+    def with_output(self, root: str) -> Self:
         """Return the flags of the same run with its output in ``root``."""
-        return self.replaced(output=root, output_dir=None, local_copy=None, gcs_bucket=None, upload_to_gcs=None)
+        return self.with_values(output=root, output_dir=None, local_copy=None, gcs_bucket=None, upload_to_gcs=None)
 
-    def replaced(self, **changes: Any) -> Self:
+    def with_values(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
     def _output_and_copy(self) -> tuple[str | None, str | None]:
@@ -122,7 +122,7 @@ class RunFlags:
         flag, folder = "--output-dir", self.output_dir
         if self.answers:
             flag, folder = "--activations-dir", self.activations_dir
-        bucket = self._bucket()
+        bucket = self._bucket_url()
         if bucket and self.output is not None:
             found = f"{self.output}, {bucket}"
             raise SpecError("--output and --gcs-bucket both given", expected="one of them", found=found)
@@ -133,7 +133,7 @@ class RunFlags:
             raise SpecError(f"{flag} with --output", expected="a bucket, of which it is the local copy", found=output)
         return output, folder or self.local_copy
 
-    def _bucket(self) -> str | None:
+    def _bucket_url(self) -> str | None:
         """Return the folder that ``--gcs-bucket`` and ``--gcs-prefix`` name."""
         if self.upload_to_gcs and not self.gcs_bucket:
             raise SpecError("--upload-to-gcs", expected="--gcs-bucket as well", found="no bucket")
@@ -144,7 +144,7 @@ class RunFlags:
         return "gs://" + "/".join(part for part in (bucket, prefix.strip("/")) if part)
 
 
-def given(flags: Any) -> dict[str, Any]:
+def given_flags(flags: Any) -> dict[str, Any]:
     """Return the flags of a group that do not have their default, by name."""
     values = {each.name: (getattr(flags, each.name), each.default) for each in fields(flags)}
     return {name: value for name, (value, default) in values.items() if value != default}
@@ -264,7 +264,7 @@ class PodFlags:
         )
 
     @contextlib.contextmanager
-    def joined(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
+    def join(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
         from spile.worker.pod.pod import PodTimes, join
         from spile.worker.signals import before_exit, handled
@@ -458,7 +458,7 @@ def confirm(question: str, *, yes: bool) -> None:
         raise UserError("not confirmed", fix="nothing was changed")
 
 
-def table_of(*columns: str, left: Collection[str] | None = None) -> Table:
+def plain_table(*columns: str, left: Collection[str] | None = None) -> Table:
     """Return a table without borders; ``left`` are the columns that are not aligned to the right, by default all."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column in columns:

@@ -22,12 +22,12 @@ from spile.cli.flags import (
     Yes,
     confirm,
     log,
+    plain_table,
     print_json,
     print_result,
     print_results,
-    table_of,
 )
-from spile.cli.view import web_of
+from spile.cli.view import serve_page
 from spile.errors import SpecError, UserError
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu, check_zone, read_settings
@@ -136,22 +136,22 @@ def monitor(
     check_number("--interval", interval, 0.1, 86400)
     home = find_home(root, fleet)
     if home is None:
-        with web_of(root, web):
-            return _watch_root(root, interval, once, as_json, metrics_port)
-    client = _client(home, project)
+        with serve_page(root, web):
+            return _watch_dataset(root, interval, once, as_json, metrics_port)
+    client = _open_client(home, project)
     deployed, found = home.read_pinned()
     if deployment is not None:
         accept_deployment(home.folder.url, found, deployment)
     if budget is not None:
         home.order_budget(replace(deployed, policy=replace(deployed.policy, budget=budget)), budget)
-    with web_of(root, web, fleet=fleet):
+    with serve_page(root, web, fleet=fleet):
         return watch_fleet(
             home, client, output(), interval=interval, keep_finished=keep_finished, once=once, as_json=as_json,
             watch_only=watch_only, metrics_port=metrics_port,
         )  # fmt: skip
 
 
-def _watch_root(root: str, interval: float, once: bool, as_json: bool, metrics_port: int | None) -> int:
+def _watch_dataset(root: str, interval: float, once: bool, as_json: bool, metrics_port: int | None) -> int:
     folder = open_folder(root)
     if read_run(folder) is None:
         if once or as_json:
@@ -187,7 +187,7 @@ def list_fleets(bucket: str, *, as_json: AsJson = False) -> int:
     if not rows:
         log(f"no fleet in {url}")
         return 0
-    table = table_of("FLEET", "DONE", "ZONES", "OUTPUT", "STATE", "MONITOR", "PROBLEMS")
+    table = plain_table("FLEET", "DONE", "ZONES", "OUTPUT", "STATE", "MONITOR", "PROBLEMS")
     for row in rows:
         done, zones = f"{row['finished']} of {row['workers']}", ",".join(row["zones"])
         problems = "; ".join(row["problems"])
@@ -225,8 +225,8 @@ def status(root: str, *, fleet: str | None = None, project: str | None = None, a
         project: The Google Cloud project. [default: the fleet's]
         as_json: Print JSON.
     """
-    home = _home(root, fleet)
-    client, interval = _client(home, project), home.read_fleet().policy.interval
+    home = _open_home(root, fleet)
+    client, interval = _open_client(home, project), home.read_fleet().policy.interval
     return watch_fleet(home, client, output(), interval=interval, once=True, as_json=as_json, watch_only=True)
 
 
@@ -251,18 +251,18 @@ def stop(
         wait: Wait until the machines are deleted. --async returns at once.
         yes: Do not ask for confirmation.
     """
-    home = _home(root, fleet)
+    home = _open_home(root, fleet)
     deployed = home.read_fleet()
     workers = f"{len(deployed.workers)} workers"
     confirm(f"Stop fleet {deployed.name} and delete its machines ({workers})? What is stored stays.", yes=yes)
-    client = _client(home, project)
+    client = _open_client(home, project)
     home.order_stop(deployed)
     log(f"fleet {deployed.name} is asked to stop")
     watch_fleet(home, client, output(soft_wrap=True), interval=interval, once=not wait, may_create=False)
     return 0
 
 
-def _home(root: str, fleet: str | None) -> FleetHome:
+def _open_home(root: str, fleet: str | None) -> FleetHome:
     found = find_home(bucket_url(root), fleet)
     if found is None:
         expected = "gs://bucket/fleet/NAME, or a bucket and --fleet NAME"
@@ -270,11 +270,11 @@ def _home(root: str, fleet: str | None) -> FleetHome:
     return found
 
 
-def _client(home: FleetHome, project: str | None) -> CloudTpu:
+def _open_client(home: FleetHome, project: str | None) -> CloudTpu:
     return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
 
 
-def _planned(place: PlaceFlags, workers_per_zone: int | None, nodes: Iterable[Node]) -> list[Node]:
+def _first_of_each_zone(place: PlaceFlags, workers_per_zone: int | None, nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes that are among the first machines of each zone; all of them if no number is given."""
     if workers_per_zone is None:
         return list(nodes)
@@ -356,7 +356,7 @@ def delete(
     if queued := queued_id or node_prefix:
         confirm(f"Delete the queued resource {queued} and its nodes?", yes=yes)
         return print_results(manage.unqueue(client, zones, queued, place.fleet, wait=wait))
-    chosen = _planned(place, workers_per_zone, manage.list_nodes(client, zones))
+    chosen = _first_of_each_zone(place, workers_per_zone, manage.list_nodes(client, zones))
     mine = [node for node in chosen if owns(place.fleet, node)]
     foreign = [node for node in chosen if node not in mine] if workers_per_zone is not None else []
     reason = f"it is not of fleet {place.fleet}"
@@ -392,7 +392,7 @@ def tpu_status(
         shown = [
             there.get((each.zone, each.name)) or Node(each.name, each.zone, NodeState.NOT_FOUND) for each in planned
         ]
-    _show(shown, place.fleet, as_json, queued)
+    _print_machines(shown, place.fleet, as_json, queued)
     return 0
 
 
@@ -404,7 +404,7 @@ def list_all(*, zone: str = "-", project: str | None = None, as_json: AsJson = F
         project: The Google Cloud project. [default: gcloud's]
         as_json: Print JSON.
     """
-    _show(PlaceFlags(project=project).client().nodes(zone), None, as_json)
+    _print_machines(PlaceFlags(project=project).client().nodes(zone), None, as_json)
     return 0
 
 
@@ -418,7 +418,7 @@ def recreate_preempted(
         yes: Do not ask for confirmation.
     """
     client, zones = place.client(), place.zone_list()
-    chosen = _planned(place, workers_per_zone, manage.list_nodes(client, zones))
+    chosen = _first_of_each_zone(place, workers_per_zone, manage.list_nodes(client, zones))
     dead = [node for node in chosen if owns(place.fleet, node) and node.state.stage is Stage.DEAD]
     if not dead:
         log(f"no dead machine of fleet {place.fleet} in {', '.join(zones)}")
@@ -427,7 +427,9 @@ def recreate_preempted(
     return print_results(manage.recreate(client, dead, place.fleet))
 
 
-def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()) -> None:
+def _print_machines(
+    nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Sequence[QueuedResource] = ()
+) -> None:
     rows: list[dict[str, Any]] = []
     every: list[Node | QueuedResource] = [*nodes, *queued]
     for each in every:
@@ -447,7 +449,7 @@ def _show(nodes: Sequence[Node], fleet: str | None, as_json: bool, queued: Seque
     if as_json:
         print_json(rows)
         return
-    table = table_of("NAME", "ZONE", "STATUS", "TYPE", "FLEET", "WORKER", "ADDRESS")
+    table = plain_table("NAME", "ZONE", "STATUS", "TYPE", "FLEET", "WORKER", "ADDRESS")
     for row in rows:
         words = [row[key] or "" for key in ("name", "zone", "state", "type", "fleet", "worker")]
         table.add_row(*map(str, words), next(iter(row["addresses"]), ""))

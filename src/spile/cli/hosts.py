@@ -26,7 +26,7 @@ from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Job, jobs_for
 from spile.hosts.run import run as run_jobs
 from spile.objects import open_folder
-from spile.spec.options import check_number, pairs
+from spile.spec.options import check_number, parse_pairs
 from spile.view.hosts import Logs, results_folder, run_on_all
 from spile.view.table import output as output_console
 
@@ -75,13 +75,13 @@ def run(
     ``spile run --tpu-prefix my-tpu -- python3 train.py``. The first host that fails, or Ctrl+C, ends the command on all
     hosts and leaves no process behind. The exit code is the worst one of the hosts.
     """
-    line, given, results = flags.line(words), pairs("--env", flags.env), results_folder(flags.logs)
+    line, given, results = flags.line(words), parse_pairs("--env", flags.env), results_folder(flags.logs)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
     files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
     hosts = where.find()
     if flags.install:
-        put_on(hosts, access)
+        _install_on_hosts(hosts, access)
     if files is not None:
         sent = copy_to(hosts, files, target, access)
         size = f"{files.size / 1e6:.1f} MB, {sent / 1e6:.1f} MB sent"
@@ -97,11 +97,11 @@ def install(*, where: HostFlags = HostFlags(), force: bool = False) -> int:
     Args:
         force: Install again, even if the host has this version.
     """
-    put_on(where.find(), where.access(), force=force)
+    _install_on_hosts(where.find(), where.access(), force=force)
     return 0
 
 
-def put_on(hosts: Sequence[Host], access: Access, *, force: bool = False) -> None:
+def _install_on_hosts(hosts: Sequence[Host], access: Access, *, force: bool = False) -> None:
     """Install spile on all hosts; raise with the last line of each host that failed."""
     name, done = install_on(hosts, access, force=force)
     bad = [each for each in done if each.error is not None]
@@ -147,7 +147,7 @@ def logs(
             raise SpecError(flag, expected="--home gs://bucket/fleet/NAME as well", found=f"{flag} alone")
     if home is not None:
         return _print_stored_log(worker, home, lines, grep, host, as_json)
-    node, found, reason = _machine(worker, fleet, host, where)
+    node, found, reason = _find_host(worker, fleet, host, where)
     if found is None:
         return _print_last_lines(worker, node, reason, output, lines)
     job = Job(tail_command(lines, follow))
@@ -181,18 +181,18 @@ def _print_stored_log(worker: str, home: str, lines: int, grep: str | None, host
     return 0
 
 
-def _machine(worker: str, fleet: str | None, host: int, where: HostFlags) -> tuple[Node | None, Host | None, str]:
+def _find_host(worker: str, fleet: str | None, host: int, where: HostFlags) -> tuple[Node | None, Host | None, str]:
     """Return the worker's machine and its host, or why there is none."""
     if where.hosts:
-        return None, _nth(where.find(), host, "the hosts"), ""
+        return None, _host_at(where.find(), host, "the hosts"), ""
     nodes = CloudTpu(read_settings(os.environ, project=where.project)).nodes(where.zone or "-")
     node = find_machine(nodes, worker, fleet)
     if node is None or node.state is not NodeState.READY:
         return node, None, f"{node.name} is {node.state}" if node is not None else "it has no machine"
-    return node, _nth(hosts_of([node], node.name, internal_ip=where.internal_ip), host, node.name), ""
+    return node, _host_at(hosts_of([node], node.name, internal_ip=where.internal_ip), host, node.name), ""
 
 
-def _nth(hosts: Sequence[Host], host: int, what: str) -> Host:
+def _host_at(hosts: Sequence[Host], host: int, what: str) -> Host:
     if not 0 <= host < len(hosts):
         raise SpecError("--host", expected=f"0 to {len(hosts) - 1}, a host of {what}", found=host)
     return hosts[host]
@@ -215,10 +215,12 @@ def _print_last_lines(worker: str, node: Node | None, reason: str, output: str |
     return 0
 
 
-REMOTE = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
+_GUIDE_OUTPUT = "/tmp/activations"  # noqa: S108  (where the guides' containers write)
 
 
-def collect(path: str = REMOTE, *, into: Path = Path("collected_activations"), where: HostFlags = HostFlags()) -> int:
+def collect(
+    path: str = _GUIDE_OUTPUT, *, into: Path = Path("collected_activations"), where: HostFlags = HostFlags()
+) -> int:
     """Fetch a folder from every host, into one folder per worker. For runs that did not use a bucket.
 
     If the folders are parts of one dataset, as on the disks of a pod's hosts, they are merged into one dataset. The

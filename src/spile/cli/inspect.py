@@ -58,7 +58,7 @@ def inspect(
         as_json: Print the description as JSON.
         part: Print the statistics of this part, for --engine.
     """
-    if html is not None and engine.asked:
+    if html is not None and engine.requested:
         raise SpecError("--engine", expected="no --html", found="--html, which one process writes")
     dataset = open_dataset(root)
     if part is not None:
@@ -75,7 +75,7 @@ def inspect(
         summaries = {name: each.summary() if each else None for name, each in found.items()}
         print_json({**dataset.summary(), "taps": summaries})
     else:
-        _show(dataset, found)
+        _print_description(dataset, found)
     if html is not None:
         page = inspection_page(dataset, tap=tap, samples=samples)
         write_page(page, html)
@@ -92,7 +92,7 @@ def _statistics(dataset: Dataset, run_parts: RunParts | None, *, all_taps: bool)
     return {name: merged.get(name) for name in dataset.taps}
 
 
-def _show(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
+def _print_description(dataset: Dataset, found: dict[str, TapStatistics | None]) -> None:
     console, facts = output(), dataset.summary()
     console.print(f"{facts['root']}: {facts['model']}, rows stored as {facts['store_dtype']}")
     console.print(

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, print_json, table_of
+from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, plain_table, print_json
 from spile.errors import SpecError
 from spile.models.architecture import flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from spile.planning.tpu_compiler import Fit
 
 _PLAN = Group("Plan", sort_key=0)
-_USUAL = ("L4", "A100", "H100", "H100-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8", "v4-8", "v3-8")
+_DEFAULT_MACHINES = ("L4", "A100", "H100", "H100-8", "v5litepod-8", "v5litepod-64", "v6e-8", "v5p-8", "v4-8", "v3-8")
 """The machines to show, after this one, if no --topology is given."""
 _FIRST_TOKENS = 16_384
 """Tokens per device of the first attempt to compile: the worker's own choice on a TPU."""
-_FULL = 0.7
+_WEIGHTS_SHARE = 0.7
 """The fraction of a device's memory that weights may fill before they are split over more devices."""
 
 
@@ -91,7 +91,7 @@ def plan(
     check_number("--count", options.count, 1)
     check_number("--budget", options.budget, 0)
     prices = list_prices() if options.prices is None else read_prices(options.prices)
-    machines = [parse_planned(word, prices) for word in options.topology or _USUAL]
+    machines = [parse_planned(word, prices) for word in options.topology or _DEFAULT_MACHINES]
     seconds = options.start_minutes * 60
     rates = Rates(efficiency=options.efficiency, start_seconds=seconds, tokens_per_second=options.tokens_per_second)
     say = (lambda _line: None) if as_json else log
@@ -103,7 +103,7 @@ def plan(
         estimates.insert(0, found.on(here.machine, prices, rates=replace(rates, start_seconds=0.0), workers=1))
     compiles = bool(options.topology) and available() if options.compile is None else options.compile
     console = output(quiet=as_json)
-    _print(console, found, estimates, prices, rates, here)
+    _print_plan(console, found, estimates, prices, rates, here)
     fits = {
         machine.name: _compile(console, found, machine, find_largest=options.largest)
         for machine in (machines if compiles else ())
@@ -115,7 +115,7 @@ def plan(
         facts = None if here is None else here.record()
         print_json({**record, "rates": vars(rates), "this_machine": facts, "machines": planned})
     elif not compiles:
-        for line in _unchecked_memory(found, [each.machine for each in estimates], chosen=bool(options.topology)):
+        for line in _memory_lines(found, [each.machine for each in estimates], chosen=bool(options.topology)):
             console.print(line)
     if options.budget is not None:
         _check_budget(estimates, options.budget, options.preemptible)
@@ -142,7 +142,7 @@ def _check_budget(estimates: list[Estimate], budget: float, preemptible: bool) -
     refuse_over_budget(cheapest, budget, preemptible=preemptible)
 
 
-def _unchecked_memory(found: Forecast, machines: list[Machine], *, chosen: bool) -> Iterator[str]:
+def _memory_lines(found: Forecast, machines: list[Machine], *, chosen: bool) -> Iterator[str]:
     """Yield how to check the memory, and for each chosen machine, or each that is too small, an estimate of it."""
     from spile.planning.tpu_compiler import available
 
@@ -150,16 +150,16 @@ def _unchecked_memory(found: Forecast, machines: list[Machine], *, chosen: bool)
     if not available():
         how = "pip install 'spile[tpu]' lets the real TPU compiler check it, here"
     yield f"Memory: not checked; {how}."
-    lines = [_by_arithmetic(found, machine) for machine in machines]
+    lines = [_estimate_memory(found, machine) for machine in machines]
     shown = [text for text, fits in lines if chosen or not fits]
     yield from shown or ["  by arithmetic, weights and two batches fit on each of these machines"]
 
 
-def _by_arithmetic(found: Forecast, machine: Machine) -> tuple[str, bool]:
+def _estimate_memory(found: Forecast, machine: Machine) -> tuple[str, bool]:
     """Return whether weights and activations fit on a device, estimated without a compiler and without temporaries."""
     weights = parameter_count(found.config) * (4 if found.spec.dtype == "float32" else 2)
     room, parts = machine.hbm_per_device, 1
-    while weights / parts > _FULL * room and parts < machine.devices:
+    while weights / parts > _WEIGHTS_SHARE * room and parts < machine.devices:
         parts *= 2
     tokens = found.spec.batch_tokens or _FIRST_TOKENS
     rows = 2 * tokens * found.volume.bytes_per_token
@@ -172,7 +172,7 @@ def _by_arithmetic(found: Forecast, machine: Machine) -> tuple[str, bool]:
     ), fits
 
 
-def _print(
+def _print_plan(
     console: Console, found: Forecast, estimates: list[Estimate], prices: Prices, rates: Rates, here: ThisMachine | None
 ) -> None:
     volume, lengths = found.volume, found.lengths
@@ -191,7 +191,7 @@ def _print(
         *([] if here is None else [("this machine", here.line())]),
     ]  # fmt: skip
     print_facts(console, rows)
-    console.print("", _machines(estimates), "", sep="\n")
+    console.print("", _machine_table(estimates), "", sep="\n")
     peak = f"the peak{' (of a measured matrix product for CPUs)' if here else ''}"
     basis = f"{rates.efficiency:.0%} of {peak}, {rates.padding - 1:.0%} padding"
     if rates.tokens_per_second is not None:
@@ -221,8 +221,8 @@ def _small_shards(found: Forecast, estimates: list[Estimate]) -> Iterator[str]:
             )
 
 
-def _machines(estimates: list[Estimate]) -> Table:
-    table = table_of(
+def _machine_table(estimates: list[Estimate]) -> Table:
+    table = plain_table(
         "machine", "chips", "hosts", "time", "tokens/s", "limit", "on demand", "preemptible", left=("machine", "limit")
     )
     for each in estimates:
@@ -287,16 +287,16 @@ def bench(
 
     check_number("--tokens", tokens, 1)
     if not (flags.output or flags.output_dir or flags.gcs_bucket):
-        flags = flags.replaced(output="./.bench")  # Not where the activations of a run are.
+        flags = flags.with_values(output="./.bench")  # Not where the activations of a run are.
     result = run(flags.spec(), tokens=tokens, compare=compare)
     if as_json:
         print_json(result.record())
     else:
-        _show(result, output())
+        _print_bench(result, output())
     return 0
 
 
-def _show(result: BenchResult, console: Console) -> None:
+def _print_bench(result: BenchResult, console: Console) -> None:
     table = Table(
         "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
     )
@@ -354,7 +354,7 @@ def models(*, as_json: AsJson = False) -> int:
         for row in rows:
             print(json.dumps(row))
         return 0
-    table = table_of("family", "for example", "weights", "per token", "10⁹ tokens", left=("family", "for example"))
+    table = plain_table("family", "for example", "weights", "per token", "10⁹ tokens", left=("family", "for example"))
     for row in rows:
         table.add_row(
             row["family"], row["example"], f"{row['parameters'] / 1e9:.2g} B",

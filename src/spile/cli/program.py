@@ -29,7 +29,7 @@ from cyclopts.help.formatters import DefaultFormatter
 from cyclopts.token import Token
 from rich.text import Text
 
-from spile.cli.aliases import modern
+from spile.cli.aliases import translate
 from spile.errors import SpecError, SpileError, UserError
 from spile.version import __version__
 from spile.view.table import PipeSafeConsole
@@ -150,7 +150,7 @@ _HINTS = {
 """Hints for flags that only another command has, or that were removed."""
 
 
-def mistake(error: CycloptsError, command: str) -> str:
+def describe_mistake(error: CycloptsError, command: str) -> str:
     """Return the error of a command as one line: the words of cyclopts, and where to find more."""
     fix = f"See {' '.join(word for word in ('spile', command, '--help') if word)}"
     match error:
@@ -194,13 +194,13 @@ class CommandHelp(DefaultFormatter):
             console.print(Text.assemble((every, "bold"), " lists every flag.\n"), soft_wrap=True)
 
 
-def build(config: str | None = None, meant: str | None = None, *, every_flag: bool = True) -> App:
+def build_app(config: str | None = None, command: str | None = None, *, every_flag: bool = True) -> App:
     """Return the command tree without importing commands. Flags override variables, and variables override the file.
 
-    The help of the command ``meant`` is its own docstring, which imports it; the others show their line of the table.
+    The help of ``command`` is its own docstring, which imports it; the others show their line of the table.
     Without ``every_flag``, the help of a command with examples lists only its common flags.
     """
-    short = meant in EXAMPLES and not every_flag
+    short = command in EXAMPLES and not every_flag
     file = [] if config is None else [Dict(_read_config(config), use_commands_as_keys=False, source=config)]
     app = App(
         name="spile",
@@ -210,7 +210,7 @@ def build(config: str | None = None, meant: str | None = None, *, every_flag: bo
         version=f"spile {__version__}",
         config=(Env("SPILE_", command=False, show=not short), *file, _refuse_fractions, _refuse_buckets),
         suppress_keyboard_interrupt=False,  # run() handles it.
-        help_formatter=CommandHelp(meant or "", short=short),
+        help_formatter=CommandHelp(command or "", short=short),
     )
     groups: dict[str, App] = {}
     for number, (title, rows) in enumerate(SECTIONS.items(), 1):
@@ -222,7 +222,7 @@ def build(config: str | None = None, meant: str | None = None, *, every_flag: bo
                 groups[name] = App(name=name, help=row.help, **where)
                 app.command(groups[name])
                 continue
-            help_text = None if row.name == meant else row.help
+            help_text = None if row.name == command else row.help
             (groups[above] if above else app).command(f"spile.cli.{row.function}", name=name, help=help_text, **where)
     more = Group("More", sort_key=99)
     app.command(partial(_install_completion, app), name="--install-completion")
@@ -283,13 +283,13 @@ def run(words: list[str]) -> int:
     debug = len(ours) < end
     errors = PipeSafeConsole(stderr=True, soft_wrap=True)
     try:
-        ours, config = _config(ours)
-        words = modern(ours + words[end:], os.environ)
-        app = build(config, _named_command(words), every_flag="--help-all" in words)
+        ours, config = _take_config(ours)
+        words = translate(ours + words[end:], os.environ)
+        app = build_app(config, _named_command(words), every_flag="--help-all" in words)
         with interruptible():
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        errors.print(f"spile: {mistake(error, _named_command(words))}")
+        errors.print(f"spile: {describe_mistake(error, _named_command(words))}")
         return 2
     except SpileError as error:
         if debug:
@@ -301,32 +301,32 @@ def run(words: list[str]) -> int:
             return 0
         raise
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             # The reader of ``spile … | head`` closed the pipe, which is no failure. Keep the last flush quiet.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if debug:
             raise
-        errors.print(f"spile: {_fault(error)}")
+        errors.print(f"spile: {_describe_fault(error)}")
         return 1
     return code if isinstance(code, int) else 0
 
 
-def _reader_has_gone() -> bool:
+def _stdout_is_closed() -> bool:
     """Return whether the broken pipe is our own output; one to a server or a child process is a failure."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(seen & (select.POLLERR | select.POLLHUP) for _, seen in output.poll(0))
 
 
-def _fault(error: Exception) -> str:
+def _describe_fault(error: Exception) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     message = " ".join(f"{type(error).__name__}: {error}".split())
     return f"an unexpected error in spile or a library: {message} ({where}); the same command with --debug shows more"
 
 
-def _config(words: list[str]) -> tuple[list[str], str | None]:
+def _take_config(words: list[str]) -> tuple[list[str], str | None]:
     """Return the arguments without ``--config FILE``, and the file."""
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.api import answer_decoder, prove
+from spile.api import answer_decoder, verify_with_model
 from spile.cli.engines import part_workers
 from spile.cli.flags import ENGINE, AsJson, print_json, stream_numbers
 from spile.errors import SpecError
@@ -99,7 +99,7 @@ def verify(
         part_workers("verify", root, engine) as run_parts,
         progress_bar("verifying", "bytes", quiet=as_json) as progress,
     ):
-        report = prove(
+        report = verify_with_model(
             root,
             streams=stream_numbers(flags.streams),
             max_samples=flags.max_samples,
@@ -115,11 +115,11 @@ def verify(
     if as_json:
         print_json(report.to_json())
     else:
-        show(report, output())
+        print_report(report, output())
     return 0 if report.ok else 1
 
 
-def show(report: Report, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     """Print the report: a table, the problems, and a summary in one line."""
     console.print(FittingTable(partial(_table, report), _OPTIONAL_COLUMNS))
     for line in _lines(report):
@@ -268,7 +268,7 @@ def _verdict(report: Report) -> Text:
         text += f"; the run was limited with {report.asked}" if report.asked else ""
         return Text(text, style="bold yellow" if aside else "bold green")
     kinds = [problem.kind for problem in report.all_problems]
-    found = ", ".join(_amount_wrong(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)
+    found = ", ".join(_problem_count(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)
     return Text(f"✗ not proven: {found}{_hint(report, damaged='damaged' in kinds)}", style="bold red")
 
 
@@ -281,7 +281,7 @@ def _quarantined(report: Report) -> str:
     return f" except {counted(len(found), 'quarantined sample')}: {named}{more}"
 
 
-def _amount_wrong(report: Report, kind: Kind, problems: int) -> str:
+def _problem_count(report: Report, kind: Kind, problems: int) -> str:
     """Return the number of samples and streams if they are known, otherwise the number of problems of the kind."""
     known = {
         "missing": [

@@ -64,7 +64,7 @@ def view(
     return 0
 
 
-def web_of(root: str, wanted: bool, *, fleet: str | None = None) -> AbstractContextManager[object]:
+def serve_page(root: str, wanted: bool, *, fleet: str | None = None) -> AbstractContextManager[object]:
     """Serve the page of a run while a block runs, and print its address, if that is wanted."""
     if not wanted:
         return nullcontext()

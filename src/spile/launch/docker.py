@@ -16,7 +16,7 @@ from typing import Literal
 from spile.errors import SpecError, UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
-from spile.spec.options import check_number, pairs
+from spile.spec.options import check_number, parse_pairs
 from spile.version import __version__
 
 Device = Literal["cpu", "cuda", "tpu"]
@@ -94,7 +94,7 @@ def run_words(options: ContainerOptions, command: Sequence[str], *, here: bool, 
         words += ["--volume", f"{folder}:{inside}"]
     for name in _PASSED if here else (*ON_HOSTS, *_PASSED):
         words += ["--env", name]
-    for name, value in pairs("--env", options.env).items():
+    for name, value in parse_pairs("--env", options.env).items():
         words += ["--env", f"{name}={value}"]
     return [*words, options.image_name, *(command or _DEFAULT)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spile.errors import SpecError, printable
-from spile.spec.options import check_number, pairs
+from spile.spec.options import check_number, parse_pairs
 
 if TYPE_CHECKING:
     from spile.launch.supervisor import Engine
@@ -43,8 +43,8 @@ class WorkerOptions:
         check_number("--num-workers", self.num_workers, 1, 10_000)
 
     @property
-    def asked(self) -> bool:
-        """Whether several workers are asked for."""
+    def requested(self) -> bool:
+        """Whether the flags ask for several workers."""
         return self.engine is not None or self.num_workers is not None
 
     @property
@@ -138,7 +138,7 @@ class ClusterOptions:
 
     @property
     def variables(self) -> dict[str, str]:
-        return pairs("--env", self.env)
+        return parse_pairs("--env", self.env)
 
     def __post_init__(self) -> None:
         if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:

@@ -28,7 +28,7 @@ from spile.errors import Fenced, Interrupted, SpecError, UserError
 from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
-from spile.spec.options import check_number, pairs
+from spile.spec.options import check_number, parse_pairs
 from spile.store.quarantine import UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -116,12 +116,12 @@ class KubernetesOptions(ClusterOptions):
     @property
     def volumes(self) -> dict[str, str]:
         """Persistent volume claims by mount path."""
-        return pairs("--volume", self.volume, "/path=claim")
+        return parse_pairs("--volume", self.volume, "/path=claim")
 
     @property
     def labels(self) -> dict[str, str]:
         """The labels that nodes must have."""
-        return pairs("--node-selector", self.node_selector, "key=value")
+        return parse_pairs("--node-selector", self.node_selector, "key=value")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,13 +307,13 @@ def _one_node_pool(name: str) -> dict[str, Any]:
 def _jobset(options: KubernetesOptions, job: ClusterJob, name: str) -> dict[str, Any]:
     """Return a JobSet, whose controller creates the Service and restarts all hosts of a slice when one fails."""
     spec = {**_slice_spec(options, job, name, f"{name}-slice-0-0.{name}"), "backoffLimit": 0}
-    together = {} if options.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
+    annotations = {} if options.machine is None else {"alpha.jobset.sigs.k8s.io/exclusive-topology": _NODE_POOL}
     # A Job fails with the reason PodFailurePolicy only for a mistake; every other failure restarts the slice.
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(options, name, **together),
+        "metadata": _metadata(options, name, **annotations),
         "spec": {
             "failurePolicy": {"maxRestarts": options.retries, "rules": [mistake]},
             "ttlSecondsAfterFinished": options.keep_hours * 3600,
@@ -433,10 +433,10 @@ def _variables(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
         own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
     for name, value in {**own, **options.variables}.items():
         yield {"name": name, "value": _literal(value)}
-    alone = options.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.
-    for name, path in {**_JOB_UID, **(_SUPERVISION if alone else {})}.items():
+    single_host = options.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.
+    for name, path in {**_JOB_UID, **(_SUPERVISION if single_host else {})}.items():
         yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-    if alone:
+    if single_host:
         yield {"name": VARIABLE, "value": f"$(JOB_UID)-$(JOB_INDEX):$(JOB_FAILURES):$(JOB_DISRUPTIONS):{UNKNOWN}"}
     for text in options.secret or ():  # A manifest names the secrets of the cluster and never contains them.
         variable, _, place = text.partition("=")

@@ -53,14 +53,14 @@ def divide_machine(
     workers: int, cores: Sequence[int], chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]
 ) -> list[WorkerShare]:
     """Return a share for each worker: separate cores if there are enough, and whole chips that no other worker has."""
-    kind, each = _chips_each(workers, chips, asked)
+    kind, each = _chips_per_worker(workers, chips, asked)
     threads = max(1, len(cores) // workers)
     found = []
     for worker in range(workers):
         own = tuple(cores[(worker * threads + place) % len(cores)] for place in range(threads))
         env = thread_limits(threads)
         if kind:
-            env |= _visible(kind, chips[kind][worker * each : (worker + 1) * each])
+            env |= _visible_chips(kind, chips[kind][worker * each : (worker + 1) * each])
         found.append(WorkerShare(own, env))
     return found
 
@@ -70,7 +70,7 @@ def thread_limits(threads: int) -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "NPROC"), str(threads))
 
 
-def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]) -> tuple[str, int]:
+def _chips_per_worker(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping[str, float]) -> tuple[str, int]:
     """Return the kind of accelerator to share and the number for each worker; an empty kind if there is none."""
     unknown = sorted(set(asked) - {"GPU", "TPU"})
     if unknown:
@@ -92,7 +92,7 @@ def _chips_each(workers: int, chips: Mapping[str, Sequence[str]], asked: Mapping
     return kind, each
 
 
-def _visible(kind: str, chips: Sequence[str]) -> dict[str, str]:
+def _visible_chips(kind: str, chips: Sequence[str]) -> dict[str, str]:
     if kind == "GPU":
         return {"CUDA_VISIBLE_DEVICES": ",".join(chips)}
     # From JAX's guide for several processes on one TPU host: libtpu needs the bounds of the visible chips.
@@ -123,7 +123,7 @@ class WorkerProcess:
     ) -> None:
         command = [sys.executable, "-m", "spile.cli.main", *words]
         place = ",".join(map(str, cores))
-        self._hear = on_line
+        self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, _CHILD, str(os.getpid()), place, *command],
@@ -176,7 +176,7 @@ class WorkerProcess:
         with self._process.stdout or nullcontext(()) as lines:
             for line in lines:
                 self._tail.append(line.rstrip("\n"))
-                self._hear(line.rstrip("\n"))
+                self._on_line(line.rstrip("\n"))
 
 
 _POLL = 0.05

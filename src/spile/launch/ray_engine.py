@@ -26,7 +26,7 @@ from spile.version import __version__
 # -- on a node --------------------------------------------------------------------------------------------------------
 
 _POLL = 0.2
-_COMMIT_WITHIN = 100.0
+_COMMIT_SECONDS = 100.0
 
 
 def check_node(output: str, token: str, inputs: Sequence[str]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def run_stream(words: Sequence[str], env: Mapping[str, str]) -> tuple[int, str, 
                 code = worker.wait(_POLL)
             except KeyboardInterrupt:  # Ray cancels a task with this exception.
                 worker.stop()
-                deadline = time.monotonic() + _COMMIT_WITHIN
+                deadline = time.monotonic() + _COMMIT_SECONDS
                 while code is None and time.monotonic() < deadline:
                     code = worker.wait(_POLL)
                 break
@@ -147,7 +147,7 @@ def find_gangs(
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 _NAMED = {"CPU": "num_cpus", "GPU": "num_gpus"}
-_LOOK_FOR = 60.0
+_CHECK_SECONDS = 60.0
 _PACKAGE = "/runtime_resources/working_dir_files/"
 """Part of the path of every working directory that Ray unpacks."""
 _VERSIONS = re.compile(r"Ray: (\S+) Python: (\S+)")
@@ -181,12 +181,12 @@ class RayEngine:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _fitting_nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._nodes() if _fits(node["Resources"], self._needs)]
+        return [node for node in self._nodes() if _count_fits(node["Resources"], self._needs)]
 
     def _count_fitting(self) -> int:
         """Return how many workers fit now; raise if none does, with the resources of each node."""
         nodes = self._nodes()
-        fits = sum(_fits(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
+        fits = sum(_count_fits(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
         if fits:
             return fits
         asked = ", ".join(f"{name}={amount:g}" for name, amount in self._needs.items())
@@ -211,19 +211,19 @@ class RayEngine:
         here = sys.modules[__name__]
         ray.cloudpickle.register_pickle_by_value(here)
         try:
-            look = ray.remote(num_cpus=0, max_retries=0)(check_node)
+            check = ray.remote(num_cpus=0, max_retries=0)(check_node)
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             waiting = {
-                look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                check.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
                     asked.output, asked.token, list(asked.inputs)
                 ): node
                 for node in self._fitting_nodes()
             }
         finally:
             ray.cloudpickle.unregister_pickle_by_value(here)
-        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=_LOOK_FOR)
-        problems = [f"{_name(waiting[ref])}: no answer in {_LOOK_FOR:.0f} s" for ref in late]
+        ready, late = ray.wait(list(waiting), num_returns=len(waiting), timeout=_CHECK_SECONDS)
+        problems = [f"{_name(waiting[ref])}: no answer in {_CHECK_SECONDS:.0f} s" for ref in late]
         for ref in ready:
             problem = self._problem(ref)
             problems += [f"{_name(waiting[ref])}: {problem}"] if problem else []
@@ -412,15 +412,15 @@ def _check_listening(address: str) -> None:
         ) from error
 
 
-def _fits(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
+def _count_fits(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
     """Return how many workers fit on an empty node."""
     return min(int(there.get(name, 0.0) / amount) for name, amount in needs.items())
 
 
 def _describe(resources: Mapping[str, float]) -> str:
     """Describe resources for an error message, without memory and addresses."""
-    dull = ("memory", "object_store_memory")
-    shown = {name: n for name, n in sorted(resources.items()) if name not in dull and not name.startswith("node:")}
+    hidden = ("memory", "object_store_memory")
+    shown = {name: n for name, n in sorted(resources.items()) if name not in hidden and not name.startswith("node:")}
     return ", ".join(f"{name}={amount:g}" for name, amount in shown.items()) or "nothing"
 
 

@@ -125,12 +125,12 @@ class RestartPolicy:
         longest = _LONGEST_DOUBLING
         if is_kill(code):
             history = replace(history, kills=(0 if committed else history.kills) + 1)
-            enough, longest = history.kills > self.retries * self.kill_factor, _LONGEST_AFTER_KILL
+            exhausted, longest = history.kills > self.retries * self.kill_factor, _LONGEST_AFTER_KILL
         else:
             history = replace(history, errors=history.errors + 1)
-            enough = history.errors > self.retries
+            exhausted = history.errors > self.retries
         pause = self.pause * 2.0 ** min(history.errors + history.kills - 1, longest)
-        action = RestartAction.GIVE_UP if enough else RestartAction.RESTART
+        action = RestartAction.GIVE_UP if exhausted else RestartAction.RESTART
         return Decision(action, f"exit code {code}", history, pause)
 
 
@@ -260,9 +260,9 @@ def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck
 
 _SAME_CAUSE = 2
 """If this many streams fail for one cause and no stream makes progress, the whole run is stopped."""
-_LOOK_EVERY = 5.0
+_OBSERVE_EVERY = 5.0
 """Seconds between two observations of the dataset."""
-_WORTH_MOVING = 120.0
+_LEAST_GAIN = 120.0
 """A slow worker's stream is moved only if that saves this many seconds."""
 
 
@@ -351,24 +351,24 @@ class Supervisor:
 
     def run(self, asked_to_stop: Callable[[], int]) -> EngineOutcome:
         """Run to the end. ``asked_to_stop`` returns how many times the user has asked to stop."""
-        heard, next_look = 0, 0.0
+        stops_handled, next_observation = 0, 0.0
         self._observe_streams()
-        at_first = self._total_committed()
+        committed_before = self._total_committed()
         while self._unfinished():
-            while heard < asked_to_stop():
-                heard += 1
+            while stops_handled < asked_to_stop():
+                stops_handled += 1
                 self.stop()
-            self._start_some()
+            self._start_workers()
             ends = self.engine.wait(0.2)
             # What follows depends on whether a worker that was lost or killed had committed.
             if any(_is_loss(end) or is_kill(end.code) for end in ends):
                 self._observe_streams()
             for end in ends:
-                self._ended(end)
-                self._stop_if_hopeless(self._total_committed() > at_first)
-            if self._clock() >= next_look:
+                self._handle_end(end)
+                self._stop_if_hopeless(self._total_committed() > committed_before)
+            if self._clock() >= next_observation:
                 self._move_streams(self._observe_streams())
-                next_look = self._clock() + _LOOK_EVERY
+                next_observation = self._clock() + _OBSERVE_EVERY
         self._observe_streams()
         failed = {number: stream.problem for number, stream in sorted(self._streams.items()) if stream.problem}
         return EngineOutcome(
@@ -395,7 +395,7 @@ class Supervisor:
     def _total_committed(self) -> int:
         return sum(stream.committed for stream in self._streams.values())
 
-    def _start_some(self) -> None:
+    def _start_workers(self) -> None:
         if self._stopping:
             return
         room = self.engine.workers - len(self._running())
@@ -407,7 +407,7 @@ class Supervisor:
             env = {**stream.task.env, **stream.supervision.environment()}
             self.engine.start(replace(stream.task, env=env), stream.avoid)
 
-    def _ended(self, end: WorkerEnd) -> None:
+    def _handle_end(self, end: WorkerEnd) -> None:
         stream = self._streams[end.stream]
         if stream.state != "running":
             return
@@ -473,17 +473,17 @@ class Supervisor:
                 stream.avoid.update(filter(None, [view.host if view else ""]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")
         movable = [views[n] for n, s in running.items() if n in views and s.state == "running" and not s.avoid]
-        slow = slow_stream(movable, views.values(), _WORTH_MOVING) if free else None
+        slow = slow_stream(movable, views.values(), _LEAST_GAIN) if free else None
         if slow is not None and not running[slow.number].moving:
             self._log(f"stream {slow.number}: its worker on {slow.host} is slow; a free one takes the rest")
             running[slow.number].moving = True
             self.engine.stop(slow.number)
 
 
-def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], worth: float) -> StreamView | None:
+def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], least_gain: float) -> StreamView | None:
     """Return the stream of ``movable`` that would gain most from another worker, or None.
 
-    It qualifies if its rate is below a third of the median of ``views`` and moving it saves over ``worth`` seconds.
+    Its rate must be below a third of the median of ``views``, and moving it must save over ``least_gain`` seconds.
     """
     rates = [view.tokens_per_second for view in views if view.tokens_per_second]
     usual = statistics.median(rates) if rates else 0.0
@@ -493,7 +493,7 @@ def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], wort
         return left - left * rate / usual if rate and rate < usual / 3 else 0.0
 
     best = max((view for view in movable if view.state is State.WORKING), key=gain, default=None)
-    return best if best is not None and gain(best) > worth else None
+    return best if best is not None and gain(best) > least_gain else None
 
 
 def _is_loss(end: WorkerEnd) -> bool:

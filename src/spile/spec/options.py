@@ -55,12 +55,12 @@ def option(group: FlagGroup, value: Any, text: str, **more: Any) -> Any:
     return field(default=value, metadata={OPTION: Option(text, group, **more)})
 
 
-def names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """Split names at commas and spaces."""
     return tuple(text.replace(",", " ").split())
 
 
-def pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
+def parse_pairs(flag: str, words: Sequence[str] | None, expected: str = "NAME=value") -> dict[str, str]:
     """Parse ``NAME=value`` words. Errors never quote a value, which may be a secret."""
     found = {}
     for word in words or ():
@@ -101,20 +101,20 @@ def check_number(flag: str, value: float | None, low: float, high: float = math.
         raise SpecError(flag, expected=expected, found=f"{value:,}")
 
 
-def checked(hint: Any, value: Any, problem: str) -> Any:
+def convert_value(hint: Any, value: Any, problem: str) -> Any:
     """Return a value whose type is the hint's; integers are accepted for floats, and lists for tuples."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
         (hint,) = (each for each in arguments if each is not type(None))
-        return checked(hint, value, problem)
+        return convert_value(hint, value, problem)
     if origin is Literal:
         if value in arguments:
             return value
         raise SpecError(problem, expected=f"one of {', '.join(map(str, arguments))}", found=repr(value))
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(checked(arguments[0], each, problem) for each in value)
+        return tuple(convert_value(arguments[0], each, problem) for each in value)
     if hint is float and type(value) is int and abs(value) <= _LARGEST:
         return float(value)
     if origin is None and type(value) is hint:
@@ -128,10 +128,10 @@ _LARGEST = 1 << 1000
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, list):
-        return f"[{', '.join(map(toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, str):  # A JSON string is a TOML string, except for the delete character.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)

@@ -72,29 +72,29 @@ def choose_positions(
         return None
     import numpy as np
 
-    there = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
+    available = np.arange(first, len(roles) if stop is None else stop, dtype=np.int32)
     if text in (LAST, MEAN):
-        return there[-1:]
+        return available[-1:]
     if text == LAST_CONTENT:
-        return there[last_content(roles[there])]
+        return available[last_content(roles[available])]
     if text == ANSWER:
-        return np.asarray(there[(roles[there] & _ANSWERS) != 0])
+        return np.asarray(available[(roles[available] & _ANSWERS) != 0])
     kind, count = counted_choice(text) or ("first", 0)
     if kind == "first":
-        return there[:count]
-    chosen = np.argsort(_ranks(seed, index, there), kind="stable")[:count]
-    return there[np.sort(chosen)]
+        return available[:count]
+    chosen = np.argsort(_ranks(seed, index, available), kind="stable")[:count]
+    return available[np.sort(chosen)]
 
 
 def _ranks(seed: int, index: int, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
     """Return a pseudo-random number for each position with splitmix64, as ``docs/format.md`` describes."""
     import numpy as np
 
-    key = _mixed(_mixed(np.uint64(seed)) ^ np.uint64(index))
-    return np.asarray(_mixed(positions.astype(np.uint64) ^ key), np.uint64)
+    key = _splitmix64(_splitmix64(np.uint64(seed)) ^ np.uint64(index))
+    return np.asarray(_splitmix64(positions.astype(np.uint64) ^ key), np.uint64)
 
 
-def _mixed(value: Any) -> Any:
+def _splitmix64(value: Any) -> Any:
     import numpy as np
 
     with np.errstate(over="ignore"):

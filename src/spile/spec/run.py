@@ -21,7 +21,17 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from spile.errors import SpecError
 from spile.spec.amounts import parse_amount
-from spile.spec.options import OPTION, CommandName, Option, check_number, check_options, checked, names, option, toml
+from spile.spec.options import (
+    OPTION,
+    CommandName,
+    Option,
+    check_number,
+    check_options,
+    convert_value,
+    option,
+    split_names,
+    toml_value,
+)
 from spile.spec.positions import ALL, ANSWER, MEAN, check_positions, refuse_mean_of_ids
 from spile.spec.taps import (
     ATTENTION_TOP,
@@ -185,7 +195,7 @@ class DataSpec:
         "Fields of each row to store with its sample, such as label,source; * stores all numbers and short texts.",
         identity=True,
         default="what the run already stores; otherwise * for JSON, JSONL, CSV and TSV files of texts, none for others",
-        parse=names,
+        parse=split_names,
     )
     rows: Any = field(default=None, repr=False, compare=False)
     """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
@@ -493,7 +503,7 @@ class RunSpec:
             if value is None and name == "commit_every":
                 value = "never"
             if value is not None:
-                lines.append(f"{name} = {toml(value)}")
+                lines.append(f"{name} = {toml_value(value)}")
         return "\n".join(lines) + "\n"
 
 
@@ -526,21 +536,21 @@ class SpecField(NamedTuple):
         if self.option.parse is not None and value is not None and not isinstance(value, tuple):
             words = value if isinstance(value, list) else [value]
             return self.option.parse(" ".join(map(str, words)))
-        return checked(self.hint, value, f"{source}: {self.name}")
+        return convert_value(self.hint, value, f"{source}: {self.name}")
 
 
 @cache
 def spec_fields() -> tuple[SpecField, ...]:
     """Return every field of the run spec, in the order of the definition."""
-    return tuple(_walk(RunSpec, ()))
+    return tuple(_fields_below(RunSpec, ()))
 
 
-def _walk(kind: type, path: tuple[str, ...]) -> Iterator[SpecField]:
+def _fields_below(kind: type, path: tuple[str, ...]) -> Iterator[SpecField]:
     hints = get_type_hints(kind)
     for each in fields(kind):
         nested = next((part for part in (hints[each.name], *get_args(hints[each.name])) if is_dataclass(part)), None)
         if isinstance(nested, type):
-            yield from _walk(nested, (*path, each.name))
+            yield from _fields_below(nested, (*path, each.name))
         elif OPTION in each.metadata:  # DataSpec.rows has no serialised form
             option: Option = each.metadata[OPTION]
             yield SpecField(option.name or each.name, (*path, each.name), hints[each.name], each.default, option)
@@ -563,7 +573,7 @@ def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "
     for name, value in values.items():
         each = known.get(name)
         if each is None:
-            raise _unknown(name, known, source)
+            raise _unknown_field(name, known, source)
         if value == "" and each.hint is str:
             raise SpecError(f"--{name.replace('_', '-')}", expected="a name or a path", found="an empty text")
         parts[each.path[:-1]][each.path[-1]] = each.convert(value, source)
@@ -575,7 +585,7 @@ def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "
     return RunSpec(**parts[()], data=data, generation=generation)
 
 
-def _unknown(name: str, known: Iterable[str], source: str) -> SpecError:
+def _unknown_field(name: str, known: Iterable[str], source: str) -> SpecError:
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     if not near and any(each.name == name for each in spec_fields()):
         return SpecError(f"{source}: {name} is a field of infer", fix="remove it, or use infer")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from spile.data.sources import default_keep, with_rows
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
-from spile.errors import SpecError, naming
+from spile.errors import SpecError, name_arguments
 from spile.models.decoder import Edit, TokenInfo
 from spile.models.model_files import ModelFiles
 from spile.models.params import Params, choose_runs
@@ -187,7 +187,7 @@ class Model:
             taps: What to compute, such as ``["residual.12", "mlp.3-5"]``.
             options: As for :func:`spile.tap`: ``layers``, ``positions``, ``prompt``, ``column``, ``max_seq_length``, ….
         """
-        with naming("spile.tap"):
+        with name_arguments("spile.tap"):
             return self._run(taps, data, {}, options)
 
     def run(
@@ -210,7 +210,7 @@ class Model:
             taps: What to return, such as ``["residual.12", "logits"]``. An edited tap has the edited value.
             options: As for :func:`spile.tap`.
         """
-        with naming("model.run"):
+        with name_arguments("model.run"):
             return self._run(taps, data, edit or {}, options)
 
     def _run(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spile.cli.aliases import modern
-from spile.cli.program import build
+from spile.cli.aliases import translate
+from spile.cli.program import build_app
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "quick-experiments.md"
 COMMANDS = re.findall(r"^(spile (?:run|logs|collect) .*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -21,7 +21,7 @@ OLD = [
 
 @pytest.mark.parametrize("line", [*COMMANDS, *OLD])
 def test_the_command_is_understood(line: str) -> None:
-    _, bound, _ = build().parse_args(modern(shlex.split(line)[1:], {}), exit_on_error=False, print_error=False)
+    _, bound, _ = build_app().parse_args(translate(shlex.split(line)[1:], {}), exit_on_error=False, print_error=False)
     assert bound.arguments
 
 

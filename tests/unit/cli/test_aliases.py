@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from spile.cli.aliases import ALWAYS, FLAGS, SWITCHES, VARIABLES, modern, with_guide_defaults
+from spile.cli.aliases import DROPPED, FLAGS, SWITCHES, VARIABLES, translate, with_guide_defaults
 from spile.cli.flags import ExtractFlags
-from spile.cli.program import COMMANDS, build
+from spile.cli.program import COMMANDS, build_app
 
 # guide, the command that has the flag now, the flag and its value as the guide writes them, and what we make of it.
 # A path such as flags.model leads through the command's arguments.
@@ -148,8 +148,8 @@ VALUES = {  # guide 002's table of variables and guide 000's -e flags
 
 
 def parsed(words: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
-    spelled = modern(words, environment or {})
-    _, bound, _ = build().parse_args(spelled, exit_on_error=False, print_error=False)
+    spelled = translate(words, environment or {})
+    _, bound, _ = build_app().parse_args(spelled, exit_on_error=False, print_error=False)
     return dict(bound.arguments)
 
 
@@ -193,21 +193,21 @@ def test_what_the_whole_commands_write() -> None:
 def test_every_row_of_the_tables_is_tried_above() -> None:
     spelled = {word.partition("=")[0] for _, _, words, _ in GUIDES for word in words.split() if word.startswith("--")}
     dashed = {word.replace("_", "-").lower() for word in spelled}
-    assert set(FLAGS) | ALWAYS <= dashed
+    assert set(FLAGS) | DROPPED <= dashed
     assert set(VALUES) == set(VARIABLES)
 
 
 def test_no_old_name_hides_a_flag_of_ours() -> None:
     ours: set[str] = set()
     for command in COMMANDS:
-        collection = build()[command.name.split(" ")[0]]
+        collection = build_app()[command.name.split(" ")[0]]
         for name in command.name.split(" ")[1:]:
             collection = collection[name]
         ours |= {name for argument in collection.assemble_argument_collection() for name in argument.names}
     assert {"--model", "--tpu-prefix", "--no-checkpointing"} <= ours
-    assert (set(FLAGS) | ALWAYS) & ours == {"--activations-dir"}  # infer has it, and keeps it
+    assert (set(FLAGS) | DROPPED) & ours == {"--activations-dir"}  # infer has it, and keeps it
     assert set(FLAGS.values()) <= ours
-    assert ours >= SWITCHES - ALWAYS
+    assert ours >= SWITCHES - DROPPED
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -238,8 +238,8 @@ def test_a_bucket_variable_that_is_not_used_is_said_aloud() -> None:
     (line,) = said
     assert line.startswith("GCS_BUCKET=mine is not used, because UPLOAD_TO_GCS is not true: the activations stay on")
     said.clear()
-    with_guide_defaults(flags.replaced(output="gs://other/x"), {"GCS_BUCKET": "mine"}, said.append)
-    with_guide_defaults(flags.replaced(gcs_bucket="mine"), {"GCS_BUCKET": "mine"}, said.append)
+    with_guide_defaults(flags.with_values(output="gs://other/x"), {"GCS_BUCKET": "mine"}, said.append)
+    with_guide_defaults(flags.with_values(gcs_bucket="mine"), {"GCS_BUCKET": "mine"}, said.append)
     assert said == []
 
 
@@ -254,24 +254,24 @@ def test_a_flag_wins_over_its_variable() -> None:
 
 
 def test_our_own_variable_wins_over_the_guides() -> None:
-    assert modern(["extract"], {"MODEL_PATH": "old", "SPILE_MODEL": "new"}) == ["extract"]
+    assert translate(["extract"], {"MODEL_PATH": "old", "SPILE_MODEL": "new"}) == ["extract"]
 
 
 def test_a_variable_that_is_empty_or_of_another_command_does_not_count() -> None:
-    assert modern(["extract"], {"MODEL_PATH": "", "BATCH_SIZE": " "}) == ["extract"]
-    assert modern(["verify", "x"], {"MODEL_PATH": "m", "OUTPUT_DIR": "o"}) == ["verify", "x"]
+    assert translate(["extract"], {"MODEL_PATH": "", "BATCH_SIZE": " "}) == ["extract"]
+    assert translate(["verify", "x"], {"MODEL_PATH": "m", "OUTPUT_DIR": "o"}) == ["verify", "x"]
 
 
 def test_what_follows_two_dashes_is_another_programs() -> None:
     words = ["run", "--TPU_PREFIX=p", "--", "python3", "train.py", "--Batch_size", "True", "--model_path=x"]
-    assert modern(words, {}) == ["run", "--tpu-prefix=p", *words[2:]]
-    spelled = modern(["extract", "--model_path", "m", "--", "--x_y"], {"BATCH_SIZE": "4"})
+    assert translate(words, {}) == ["run", "--tpu-prefix=p", *words[2:]]
+    spelled = translate(["extract", "--model_path", "m", "--", "--x_y"], {"BATCH_SIZE": "4"})
     assert spelled == ["extract", "--model", "m", "--batch-size=4", "--", "--x_y"]
 
 
 def test_values_are_left_as_they_are() -> None:
     words = ["extract", "--dataset_path", "Data_dir/My_Tasks.jsonl", "--model_path=Org/My_Model", "True"]
-    assert modern(words, {}) == [
+    assert translate(words, {}) == [
         "extract", "--dataset", "Data_dir/My_Tasks.jsonl", "--model=Org/My_Model", "True"
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spile.cli.aliases import GUIDES_MODEL, GUIDES_STREAMS, VARIABLES, with_guide_defaults
+from spile.cli.aliases import GUIDE_MODEL, GUIDE_STREAMS, VARIABLES, with_guide_defaults
 from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
 from spile.spec.run import ExtractSpec
@@ -41,9 +41,9 @@ def test_a_production_run_without_a_model_uses_the_guides_model_and_says_so(
     given: dict[str, Any], environment: dict[str, str], pod: bool
 ) -> None:
     spec, output = taken({"dataset": "tasks.jsonl", **given}, environment, pod=pod)
-    assert spec.model == GUIDES_MODEL == "Qwen/Qwen2.5-0.5B"
+    assert spec.model == GUIDE_MODEL == "Qwen/Qwen2.5-0.5B"
     assert len(output) == 1
-    assert GUIDES_MODEL in output[0]
+    assert GUIDE_MODEL in output[0]
     spec, output = taken({"dataset": "tasks.jsonl", "model": "embedded", **given}, environment, pod=pod)
     assert (spec.model, output) == ("embedded", []), "asked for by its name it is had"
 
@@ -63,7 +63,7 @@ def test_a_production_run_uses_the_guides_streams_if_they_exist(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "streams").mkdir(parents=True)
     spec, output = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
-    assert spec.data.location == f"{GUIDES_STREAMS}/stream_005.jsonl"
+    assert spec.data.location == f"{GUIDE_STREAMS}/stream_005.jsonl"
     assert output == ["no dataset was named: ./data/streams, as in the guides"]
     with pytest.raises(SpecError, match=r"^no stream was chosen: expected --worker-id N or TPU_WORKER_ID"):
         taken({"model": "m", "gcs_bucket": "b"}, {})

@@ -156,7 +156,7 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
 
     monkeypatch.setenv("TPU_WORKER_ID", "5")
     monkeypatch.setattr(spile.worker.extract, "run_stream", extract)
-    monkeypatch.setattr("spile.cli.flags.PodFlags.joined", lambda *_: contextlib.nullcontext(Pod()))
+    monkeypatch.setattr("spile.cli.flags.PodFlags.join", lambda *_: contextlib.nullcontext(Pod()))
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 16 if host else 1))
     with pytest.raises(SystemExit):
         main(["extract", "--model", "embedded", *words])

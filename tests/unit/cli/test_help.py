@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from spile.cli import program
-from spile.cli.aliases import modern
-from spile.cli.flags import ExtractFlags, InferFlags, RunFlags, given
+from spile.cli.aliases import translate
+from spile.cli.flags import ExtractFlags, InferFlags, RunFlags, given_flags
 from spile.spec.run import CommandName, spec_fields
 from unit.cli.refusals import spile
 
@@ -65,10 +65,10 @@ def test_help_shows_three_examples_that_are_right(command: CommandName, capfd: p
     assert len(lines) == 3
     for line in lines:
         _, *words = line.split()
-        _, bound, _ = program.build(meant=command).parse_args(modern(words, {}), exit_on_error=False)
+        _, bound, _ = program.build_app(command=command).parse_args(translate(words, {}), exit_on_error=False)
         flags = bound.arguments.get("flags") or FLAGS[command]()
         assert (flags.spec().generation is not None) == (command == "infer")
-        assert len(given(flags)) == sum(word.startswith("--") for word in words)
+        assert len(given_flags(flags)) == sum(word.startswith("--") for word in words)
 
 
 def test_other_commands_have_one_help(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from spile.cli.flags import ExtractFlags, InferFlags
-from spile.cli.program import build
+from spile.cli.program import build_app
 from spile.spec.run import GenerationSpec, RunSpec, SpecField, make_spec, spec_fields
 
 each_flag = pytest.mark.parametrize("each", [one for one in spec_fields() if one.option.flag], ids=lambda one: one.name)
 
 
-APP = build()
+APP = build_app()
 
 
 def parsed(*words: str) -> RunSpec:
@@ -85,5 +85,5 @@ def test_only_the_guides_have_flags_of_their_own() -> None:
 def test_a_spec_is_a_config_file(tmp_path: Path) -> None:
     spec = make_spec({"model": "m", "taps": ["mlp.1-2", "z.0.3"], "layers": "1", "mesh_shape": (2, 1), "pack": True})
     (tmp_path / "run.toml").write_text(spec.to_toml())
-    _, bound, _ = build(str(tmp_path / "run.toml")).parse_args(["extract"], exit_on_error=False, print_error=False)
+    _, bound, _ = build_app(str(tmp_path / "run.toml")).parse_args(["extract"], exit_on_error=False, print_error=False)
     assert bound.arguments["flags"].spec() == spec

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from spile.cli.main import main
-from spile.cli.verify import show
+from spile.cli.verify import print_report
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.store.report import Problem, Report, StreamReport
@@ -110,7 +110,7 @@ def test_a_narrow_terminal_still_shows_the_state() -> None:
     report = Report("r", "f", (stream,))
     for width, gone in ((100, None), (60, "TOKENS"), (40, "SKIPPED")):
         console = Console(file=io.StringIO(), width=width)
-        show(report, console)
+        print_report(report, console)
         assert isinstance(console.file, io.StringIO)
         table = console.file.getvalue()
         assert "…" not in table
@@ -132,6 +132,6 @@ def test_samples_and_streams_are_counted_in_the_verdict() -> None:
     damaged = Problem("damaged", "r/tpu_0", "a shard")
     stream = StreamReport(0, 9, doubled=Ranges([(1, 4)]), problems=(doubled, damaged, damaged))
     console = Console(file=io.StringIO(), width=100)
-    show(Report("r", "f", (stream,)), console)
+    print_report(Report("r", "f", (stream,)), console)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().endswith("✗ not proven: 3 samples doubled, 2 damaged\n")

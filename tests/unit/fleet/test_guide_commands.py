@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from spile.cli.aliases import modern
-from spile.cli.program import build
+from spile.cli.aliases import translate
+from spile.cli.program import build_app
 
 LINES = [
     "deploy --gcs_bucket fineweb-data-us-central1 --zones us-central1-a --workers_per_zone 2 --max_samples 100"
@@ -27,7 +27,7 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_it_is_understood(line: str) -> None:
-    _, bound, _ = build().parse_args(modern(shlex.split(line), {}), exit_on_error=False, print_error=False)
+    _, bound, _ = build_app().parse_args(translate(shlex.split(line), {}), exit_on_error=False, print_error=False)
     given = {**bound.arguments}
     if "--workers_per_zone" in line and "machines" in given:
         assert given["machines"].workers_per_zone in (2, 4)
@@ -41,7 +41,7 @@ def test_every_flag_of_extract_reaches_the_workers() -> None:
     from spile.cli.deploy import worker_spec
 
     line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --no-checkpointing --pack"
-    _, bound, _ = build().parse_args(modern(shlex.split(line), {}), exit_on_error=False, print_error=False)
+    _, bound, _ = build_app().parse_args(translate(shlex.split(line), {}), exit_on_error=False, print_error=False)
     spec = worker_spec(bound.arguments["flags"], "gs://b/activations", "gs://b/datasets/x", "split")
     assert (spec.model, spec.data.prompt.pack, spec.layers, spec.batch_size) == ("M", True, (0, 1, 2), 8)
     assert (spec.output, spec.data.location) == ("gs://b/activations", "gs://b/datasets/x/stream_000.jsonl")

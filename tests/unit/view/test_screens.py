@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from spile.cli.main import main
-from spile.cli.verify import show
+from spile.cli.verify import print_report
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import NodeRequest, NodeState
 from spile.fleet.spec import FleetSpec, History, Policy, WorkerHistory, plan_workers
@@ -214,7 +214,7 @@ def test_verify() -> None:
 
         def screen(width: int, found: object = found) -> str:
             console = Console(file=io.StringIO(), width=width, highlight=False)
-            show(found, console)  # type: ignore[arg-type]
+            print_report(found, console)  # type: ignore[arg-type]
             text = console.file.getvalue()  # type: ignore[attr-defined]
             return re.sub(r"-[0-9a-f]{12}\b", "-<attempt>", re.sub(r"crc32c [0-9a-f]{8}", "crc32c #", text))
 
