@@ -77,10 +77,10 @@ def in_torch(kind: str, value: Any, rows: Any) -> Any:
 
 def with_edits(model: Any, steering: Steering) -> None:
     """Hook a model of transformers."""
-    from spile.worker.torch_backend import find_layers, find_place
+    from spile.worker.torch_backend import find_hook_point, find_layers
 
     for tap, kind, value in zip(steering.taps, steering.kinds, steering.values, strict=True):
-        place = find_place(model, find_layers(model), tap)
+        point = find_hook_point(model, find_layers(model), tap)
 
         def change(rows: Any, tap: Tap = tap, kind: str = kind, value: Any = value) -> Any:
             if tap.heads is None:
@@ -98,10 +98,10 @@ def with_edits(model: Any, steering: Steering) -> None:
                 return (change(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
-        if place.side == "output":
-            place.module.register_forward_hook(after)
+        if point.side == "output":
+            point.module.register_forward_hook(after)
         else:
-            place.module.register_forward_pre_hook(before, with_kwargs=True)
+            point.module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def loaded(case: str, folder: Path) -> tuple[Params, ModelConfig]:
@@ -150,7 +150,7 @@ def test_steered_scans_and_packed_rows_equal_single_layers_and_samples() -> None
     taps = tuple(Tap("residual", layer) for layer in range(8))
     edits = (Tap("residual", 3), Tap("mlp", 4), Tap("z", 6, (1, 3)), Tap("resid_pre", 5))
     widths = (24, 24, 16, 24)
-    vectors = [draw(3, 24) if place == 3 else draw(width) for place, width in enumerate(widths)]
+    vectors = [draw(3, 24) if point == 3 else draw(width) for point, width in enumerate(widths)]
     steering = Steering(edits, ("add", "ablate", "zero", "patch"), tuple(vectors))
     samples, rows = packed("gemma2")
     single = replace(params, steering=steering)
@@ -216,10 +216,10 @@ def test_patterns_and_heads_equal_transformers(case: str, tmp_path: Path) -> Non
 
 def _keep_inputs_of_output_projections(model: Any, inputs: dict[int, Any]) -> None:
     """Keep z and the output projection ``[d_model, heads, head_dim]`` of each layer, from transformers alone."""
-    from spile.worker.torch_backend import find_layers, find_place
+    from spile.worker.torch_backend import find_hook_point, find_layers
 
     for layer in range(3):
-        module = find_place(model, find_layers(model), Tap("z", layer)).module
+        module = find_hook_point(model, find_layers(model), Tap("z", layer)).module
         weight = module.weight.T if type(module).__name__ == "Conv1D" else module.weight
 
         def keep(_module: Any, args: Any, layer: int = layer, weight: Any = weight) -> None:
@@ -294,21 +294,21 @@ def _transformers_gradients(
     """Return the gradient of each sample's loss at each tap, from a model of transformers in this dtype."""
     import torch
 
-    from spile.worker.torch_backend import find_layers, find_place
+    from spile.worker.torch_backend import find_hook_point, find_layers
 
     model = transformers_model(folder).to(dtype)
     kept: dict[Tap, Any] = {}
     for tap in (tap for tap in taps if tap.gradient):
-        place = find_place(model, find_layers(model), replace(tap, gradient=False))
+        point = find_hook_point(model, find_layers(model), replace(tap, gradient=False))
 
         def keep(value: Any, tap: Tap = tap) -> None:
             value.retain_grad()
             kept[tap] = value
 
-        if place.side == "output":
-            place.module.register_forward_hook(lambda _m, _i, out, k=keep: k(out[0] if isinstance(out, tuple) else out))
+        if point.side == "output":
+            point.module.register_forward_hook(lambda _m, _i, out, k=keep: k(out[0] if isinstance(out, tuple) else out))
         else:
-            place.module.register_forward_pre_hook(lambda _m, args, k=keep: k(args[0]))
+            point.module.register_forward_pre_hook(lambda _m, args, k=keep: k(args[0]))
     found: dict[Tap, list[Any]] = {tap: [] for tap in taps if tap.gradient}
     for tokens in samples:
         ids = torch.from_numpy(tokens)[None].long()

@@ -12,12 +12,12 @@ import pytest
 
 from ports import free_port
 from spile.errors import PodError
-from spile.worker.pod.identity import NoMetadata, Patience, find_identity, gce_metadata
+from spile.worker.pod.identity import MetadataTimeouts, NoMetadata, find_identity, gce_metadata
 
 FOUR = "10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5"
 SLICE = {"agent-worker-number": "1", "worker-network-endpoints": FOUR}
-SHORT = Patience(3, 0.1)
-SURE = Patience(3.5, 3)
+SHORT = MetadataTimeouts(3, 0.1)
+SURE = MetadataTimeouts(3.5, 3)
 """Long enough for an answer that is given, on a busy machine too; the last of four tries has 1.75 s."""
 
 Trouble = Callable[["Server", int], int]
@@ -118,7 +118,7 @@ def test_a_silent_one_on_a_slice_is_an_error(tmp_path: Path, chip: str) -> None:
     (tmp_path / chip).parent.mkdir(exist_ok=True)
     (tmp_path / chip).touch()
     with serving(SLICE, hang) as server:
-        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=tmp_path, patience=SHORT)
+        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=tmp_path, timeouts=SHORT)
         with pytest.raises(NoMetadata) as caught:
             find_identity({}, metadata=read)
         assert len(server.asked) > 1, "asked again"
@@ -135,7 +135,7 @@ def test_a_silent_one_on_a_slice_is_an_error(tmp_path: Path, chip: str) -> None:
 )  # A refused request is not repeated.
 def test_one_that_only_fails_is_an_error_that_says_so(chips: Path, status: int, asked: str) -> None:
     with serving(SLICE, lambda *_: status) as server:
-        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=SURE)
+        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, timeouts=SURE)
         with pytest.raises(NoMetadata, match=rf"found status {status}\. Run it again."):
             find_identity({}, metadata=read)
         assert (len(server.asked) > 1) == (asked == "more")
@@ -144,8 +144,8 @@ def test_one_that_only_fails_is_an_error_that_says_so(chips: Path, status: int, 
 def test_one_that_is_not_there_is_an_error_on_a_tpu_vm_only(chips: Path, tmp_path: Path) -> None:
     nobody = {"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}
     with pytest.raises(NoMetadata, match="found connection refused"):
-        find_identity({}, metadata=gce_metadata(nobody, devices=chips, patience=SURE))
-    without = gce_metadata(nobody, devices=tmp_path / "none", patience=SHORT)
+        find_identity({}, metadata=gce_metadata(nobody, devices=chips, timeouts=SURE))
+    without = gce_metadata(nobody, devices=tmp_path / "none", timeouts=SHORT)
     assert find_identity({}, metadata=without).count == 1
 
 
@@ -156,7 +156,7 @@ def test_a_slow_start_is_waited_for(chips: Path) -> None:
         return 503 if number < 3 else hang(server, number) if number == 3 else 0
 
     with serving(SLICE, late) as server:
-        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=Patience(30, 0.2))
+        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, timeouts=MetadataTimeouts(30, 0.2))
         identity = find_identity({}, metadata=read)
         assert (identity.process, identity.count) == (1, 4)
         assert server.asked[:4] == ["agent-worker-number"] * 4
@@ -164,7 +164,7 @@ def test_a_slow_start_is_waited_for(chips: Path) -> None:
 
 def test_silence_about_the_slices_is_no_single_slice(chips: Path) -> None:
     with serving(SLICE, lambda server, _: 500 * (server.asked[-1] == "tpu-env")) as server:
-        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, patience=SURE)
+        read = gce_metadata({"GCE_METADATA_IP": server.address}, devices=chips, timeouts=SURE)
         with pytest.raises(NoMetadata, match="expected an answer to tpu-env, found status 500"):
             find_identity({}, metadata=read)
 

@@ -15,5 +15,5 @@ def test_the_service_ignores_signals_and_ends_with_its_parents_word() -> None:
         process.send_signal(number)
     time.sleep(0.3)
     assert process.poll() is None
-    service.release()
+    service.stop()
     assert process.wait(30) == 0

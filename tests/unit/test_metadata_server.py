@@ -12,14 +12,14 @@ import pytest
 import spile
 from spile.fleet.home import own_pin
 from spile.objects.machine import machine_region
-from spile.worker.pod.identity import Patience, gce_metadata
+from spile.worker.pod.identity import MetadataTimeouts, gce_metadata
 
 NAME = "metadata.google.internal"
 
 
 def _attribute(folder: Path) -> str | None:
     (folder / "product_name").write_text("Google Compute Engine\n")
-    read = gce_metadata({}, product=folder / "product_name", devices=folder, patience=Patience(0.5, 0.2))
+    read = gce_metadata({}, product=folder / "product_name", devices=folder, timeouts=MetadataTimeouts(0.5, 0.2))
     assert read is not None
     return read("agent-worker-number")
 

@@ -49,7 +49,7 @@ from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, summarize
 from spile.worker.resolve import model_of_run, rows_of, steering_of_run, use_device, wants_statistics
 from spile.worker.sizes import choose_sizes
-from spile.worker.torch_producers import torch_producer
+from spile.worker.torch_producers import make_torch_producer
 
 
 def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: threading.Event | None = None) -> Summary:
@@ -298,7 +298,7 @@ class _Backfill:
     def load_model(self, progress: Progress) -> Producer:
         spec, taps = self.extraction, self.spec.taps
         if self.backend == "torch":
-            return torch_producer(self.files, taps, spec, self.sizes.batch_tokens, progress)
+            return make_torch_producer(self.files, taps, spec, self.sizes.batch_tokens, progress)
 
         def prepare(producer: DeviceProducer) -> None:
             stream = next(stream for stream in self.streams if self.remaining(stream))

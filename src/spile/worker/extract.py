@@ -49,7 +49,7 @@ from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLim
 from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watching_for_hangs, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
-from spile.worker.torch_producers import TorchGenerator, torch_models, torch_producer
+from spile.worker.torch_producers import TorchGenerator, load_torch_models, make_torch_producer
 
 _CONTROLS = 64
 """Stored samples of which one is computed again before a suspect is tried alone. Some of them may have been skipped."""
@@ -396,12 +396,12 @@ def make_producer(run: ResolvedRun, progress: Progress, reader: SampleReader) ->
             generation = replace(generation, capture="answer")
         if not torch:
             return make_generator(run, generation, progress, reader)
-        models, tokenizer = torch_models(run.files, run.spec, progress), run.tokenizer
+        models, tokenizer = load_torch_models(run.files, run.spec, progress), run.tokenizer
         return TorchGenerator(
             models, run.taps, generation=generation, spec=run.spec, tokenizer=tokenizer, progress=progress
         )
     if torch:
-        return torch_producer(run.files, run.taps, run.spec, run.sizes.batch_tokens, progress)
+        return make_torch_producer(run.files, run.taps, run.spec, run.sizes.batch_tokens, progress)
     return make_device_producer(run, progress, reader)
 
 

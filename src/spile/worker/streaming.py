@@ -56,7 +56,7 @@ from spile.worker.producer import Control, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
 from spile.worker.resolve import ResolvedRun, find_model, read_steering, resolve
 from spile.worker.sizes import sizes_for_stream
-from spile.worker.torch_producers import torch_producer
+from spile.worker.torch_producers import make_torch_producer
 
 _Array = npt.NDArray[Any]
 _Rows = dict[str, _Array]
@@ -252,7 +252,7 @@ class BatchComputer:
         files, backend = find_model(spec, None, spec.output)
         self._producer: Producer
         if backend == "torch":
-            self._producer = torch_producer(files, taps, spec, batch_tokens, Progress())
+            self._producer = make_torch_producer(files, taps, spec, batch_tokens, Progress())
         else:
             steering = read_steering(spec.steer, files.config)
             self._producer = place_model(files, taps, spec, bytes_per_token, Progress(), lambda _: None, steering)

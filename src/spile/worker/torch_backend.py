@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,26 +24,25 @@ from spile.spec.taps import MODULE, Tap, TapRows
 from spile.worker.mesh import no_gpu
 
 Side = Literal["input", "output"]
-Part = Callable[[Any], Any]
-"""Maps the value of a module, ``[rows, seq, …]``, to the value of the tap."""
 
-_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer")
-_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
-_O = ("o_proj", "out_proj", "c_proj", "dense", "wo", "Wo")
-_DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "wo", "Wo")
-_FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
-_SEPARATE = {"q": ("q_proj", "wq", "query"), "k": ("k_proj", "wk", "key"), "v": ("v_proj", "wv", "value")}
-_ROUTER = ("gate", "router")
-_MIDDLE = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "norm2", "ffn_norm", "mlp_norm")
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer")
+_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
+_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "Wo")
+_DOWN_NAMES = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "wo", "Wo")
+_FUSED_NAMES = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
+_QKV_NAMES = {"q": ("q_proj", "wq", "query"), "k": ("k_proj", "wk", "key"), "v": ("v_proj", "wv", "value")}
+_ROUTER_NAMES = ("gate", "router")
+_NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "norm2", "ffn_norm", "mlp_norm")
 
 
 @dataclass(frozen=True)
-class Place:
+class HookPoint:
     """Where to put a hook: a module, its input or output, and the part of the value that is the tap's."""
 
     module: Any
     side: Side
-    part: Part = lambda value: value
+    select: Callable[[Any], Any] = lambda value: value
+    """Maps the input or output, ``[rows, seq, …]``, to the value of the tap."""
 
 
 def find_layers(model: Any) -> Sequence[Any]:
@@ -59,34 +58,37 @@ def _text_model(model: Any) -> tuple[Any, Sequence[Any]]:
     from torch import nn
 
     count, table = text_config(model.config).num_hidden_layers, model.get_input_embeddings()
-    around = [module for module in model.modules() if any(each is table for each in module.modules())]
-    for module in reversed(around):
+    containing = [module for module in model.modules() if any(each is table for each in module.modules())]
+    for module in reversed(containing):
         for each in module.modules():
             if isinstance(each, nn.ModuleList) and len(each) == count:
                 return module, list(each)
     raise SpecError("--backend torch", expected=f"a list of {count} layers in the model", found=type(model).__name__)
 
 
-def find_place(model: Any, layers: Sequence[Any], tap: Tap) -> Place:
+def find_hook_point(model: Any, layers: Sequence[Any], tap: Tap) -> HookPoint:
     """Return where a tap is hooked; the error says how to name the module instead."""
     if tap.kind.startswith(MODULE):
-        return _named(model, tap.kind.removeprefix(MODULE))
+        return _find_named(model, tap.kind.removeprefix(MODULE))
     finder = _FINDERS.get(tap.kind)
     layer = None if tap.layer is None else layers[tap.layer]
-    place = None if finder is None else finder(model, layer)
-    if place is None:
+    point = None if finder is None else finder(model, layer)
+    if point is None:
         raise SpecError(
             f"--taps {tap.kind}",
             expected=f"a tap that {type(model).__name__} has",
             found=f"none for {tap}",
             fix=f"name the module, such as --taps {MODULE}{_example(model, tap.layer)}",
         )
-    return place
+    if tap.heads is None:
+        return point
+    heads, head_dim, select = list(tap.heads), _head_dim(text_config(model.config)), point.select
+    return replace(point, select=lambda value: select(value).unflatten(-1, (-1, head_dim))[..., heads, :])
 
 
-def _named(model: Any, path: str) -> Place:
+def _find_named(model: Any, path: str) -> HookPoint:
     try:
-        return Place(model.get_submodule(path), "output")
+        return HookPoint(model.get_submodule(path), "output")
     except AttributeError:
         close = [name for name, _ in model.named_modules() if name.endswith(path.rpartition(".")[2])][:3]
         raise SpecError(
@@ -105,103 +107,103 @@ def _child(module: Any, names: Sequence[str]) -> Any:
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
-def _at(module: Any, side: Side) -> Place | None:
-    return None if module is None else Place(module, side)
+def _hook_point(module: Any, side: Side) -> HookPoint | None:
+    return None if module is None else HookPoint(module, side)
 
 
-def _like_bert(layer: Any) -> bool:
+def _is_bert_like(layer: Any) -> bool:
     """Return whether attention and MLP end with a ``dense`` layer to whose output the residual stream is added."""
     return hasattr(getattr(layer, "output", None), "dense") and hasattr(getattr(layer, "attention", None), "self")
 
 
 def _attention(layer: Any) -> Any:
     """Return the attention module. In layers like BERT's it is inside of one that adds the residual stream."""
-    return layer.attention.self if _like_bert(layer) else _child(layer, _ATTENTION)
+    return layer.attention.self if _is_bert_like(layer) else _child(layer, _ATTENTION_NAMES)
 
 
 def _mlp(layer: Any) -> Any:
-    return _child(layer, _MLP)
+    return _child(layer, _MLP_NAMES)
 
 
 def _attention_out(layer: Any) -> Any:
-    return layer.attention.output.dense if _like_bert(layer) else _child(_attention(layer), _O)
+    return layer.attention.output.dense if _is_bert_like(layer) else _child(_attention(layer), _OUTPUT_NAMES)
 
 
 def _mlp_out(layer: Any) -> Any:
-    return layer.output.dense if _like_bert(layer) else _child(_mlp(layer) or layer, _DOWN)
+    return layer.output.dense if _is_bert_like(layer) else _child(_mlp(layer) or layer, _DOWN_NAMES)
 
 
-def _added(layer: Any, part: Any, out: Any, norms: tuple[str, str]) -> Place | None:
+def _find_addition(layer: Any, part: Any, out: Any, norms: tuple[str, str]) -> HookPoint | None:
     """Hook what attention or MLP adds to the residual stream: its output, or the output of the norm after it.
 
     The norm has the first of the names in GLM-4, and the second in Gemma and OLMo. In other models,
     ``post_attention_layernorm`` is the norm before the MLP. ``out`` is the last matrix of the part.
     """
-    if _like_bert(layer):
-        return _at(out, "output")
+    if _is_bert_like(layer):
+        return _hook_point(out, "output")
     gemma = hasattr(layer, "pre_feedforward_layernorm")
     olmo = hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
     if hasattr(layer, norms[0]) or gemma or olmo:
-        return _at(_child(layer, norms), "output")
-    return _at(part or out, "output")
+        return _hook_point(_child(layer, norms), "output")
+    return _hook_point(part or out, "output")
 
 
-def _resid_mid(model: Any, layer: Any) -> Place | None:
+def _find_resid_mid(model: Any, layer: Any) -> HookPoint | None:
     config = model.config
     if getattr(config, "use_parallel_residual", False) or getattr(config, "parallel_attn", False):
         return None
     if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "pre_feedforward_layernorm"):
-        return _at(_mlp(layer), "input")
-    if _like_bert(layer):
-        return _at(layer.attention, "output")
-    return _at(_child(layer, _MIDDLE), "input")
+        return _hook_point(_mlp(layer), "input")
+    if _is_bert_like(layer):
+        return _hook_point(layer.attention, "output")
+    return _hook_point(_child(layer, _NORMS_BEFORE_MLP), "input")
 
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _heads(kind: str, model: Any, layer: Any) -> Place | None:
+def _find_qkv(kind: str, model: Any, layer: Any) -> HookPoint | None:
     """Find queries, keys or values, whether their matrices are separate or fused."""
     attention = _attention(layer)
-    own = _child(attention, _SEPARATE[kind])
+    own = _child(attention, _QKV_NAMES[kind])
     if own is not None:
-        return Place(own, "output")
-    fused = _child(attention, _FUSED)
+        return HookPoint(own, "output")
+    fused = _child(attention, _FUSED_NAMES)
     if fused is None:
         return None
-    config, place = text_config(model.config), "qkv".index(kind)
+    config, which = text_config(model.config), "qkv".index(kind)
     heads, head_dim = config.num_attention_heads, _head_dim(config)
     keys = getattr(config, "num_key_value_heads", None) or heads
     sizes = [heads * head_dim, keys * head_dim, keys * head_dim]
     if hasattr(attention, "query_key_value"):  # interleaved: the query, key and value of each head
-        return Place(fused, "output", lambda x: x.unflatten(-1, (heads, 3, head_dim))[..., place, :].flatten(-2))
-    return Place(fused, "output", lambda x: x.split(sizes, dim=-1)[place])
+        return HookPoint(fused, "output", lambda x: x.unflatten(-1, (heads, 3, head_dim))[..., which, :].flatten(-2))
+    return HookPoint(fused, "output", lambda x: x.split(sizes, dim=-1)[which])
 
 
 _ATTENTION_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
 _MLP_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
 
-_FINDERS: dict[str, Callable[[Any, Any], Place | None]] = {
-    "residual": lambda _, layer: _at(layer, "output"),
-    "resid_pre": lambda _, layer: _at(layer, "input"),
-    "attn": lambda _, layer: _added(layer, _attention(layer), _attention_out(layer), _ATTENTION_NORMS),
-    "mlp": lambda _, layer: _added(layer, _mlp(layer), _mlp_out(layer), _MLP_NORMS),
-    "attn_in": lambda _, layer: _at(_attention(layer), "input"),
-    "mlp_in": lambda _, layer: _at(_mlp(layer) or _child(layer, ("fc1", "intermediate")), "input"),
-    "mlp_hidden": lambda _, layer: _at(_mlp_out(layer), "input"),
-    "resid_mid": _resid_mid,
-    "q": functools.partial(_heads, "q"),
-    "k": functools.partial(_heads, "k"),
-    "v": functools.partial(_heads, "v"),
-    "z": lambda _, layer: _at(_attention_out(layer), "input"),
-    "router": lambda _, layer: _at(_child(_mlp(layer), _ROUTER), "output"),
-    "embed": lambda model, _: _at(model.get_input_embeddings(), "output"),
-    "final_norm": lambda model, _: _at(model.get_output_embeddings(), "input"),
+_FINDERS: dict[str, Callable[[Any, Any], HookPoint | None]] = {
+    "residual": lambda _, layer: _hook_point(layer, "output"),
+    "resid_pre": lambda _, layer: _hook_point(layer, "input"),
+    "attn": lambda _, layer: _find_addition(layer, _attention(layer), _attention_out(layer), _ATTENTION_NORMS),
+    "mlp": lambda _, layer: _find_addition(layer, _mlp(layer), _mlp_out(layer), _MLP_NORMS),
+    "attn_in": lambda _, layer: _hook_point(_attention(layer), "input"),
+    "mlp_in": lambda _, layer: _hook_point(_mlp(layer) or _child(layer, ("fc1", "intermediate")), "input"),
+    "mlp_hidden": lambda _, layer: _hook_point(_mlp_out(layer), "input"),
+    "resid_mid": _find_resid_mid,
+    "q": functools.partial(_find_qkv, "q"),
+    "k": functools.partial(_find_qkv, "k"),
+    "v": functools.partial(_find_qkv, "v"),
+    "z": lambda _, layer: _hook_point(_attention_out(layer), "input"),
+    "router": lambda _, layer: _hook_point(_child(_mlp(layer), _ROUTER_NAMES), "output"),
+    "embed": lambda model, _: _hook_point(model.get_input_embeddings(), "output"),
+    "final_norm": lambda model, _: _hook_point(model.get_output_embeddings(), "input"),
 }
 
 
-_OF_LOGITS = frozenset({"logits", "logits_ids", "loss"})
+_LOGIT_TAPS = frozenset({"logits", "logits_ids", "loss"})
 
 
 class _AllTapsComputed(Exception):
@@ -214,17 +216,17 @@ class Hooks:
     def __init__(self, model: Any, taps: Sequence[Tap]) -> None:
         self.model, self.taps = model, tuple(taps)
         layers = find_layers(model)
-        headless = [str(tap) for tap in taps if tap.kind in _OF_LOGITS and model.get_output_embeddings() is None]
+        headless = [str(tap) for tap in taps if tap.kind in _LOGIT_TAPS and model.get_output_embeddings() is None]
         if headless:
             raise SpecError(
                 "--taps", expected="taps of a model without an LM head", found=", ".join(headless), fix="leave them out"
             )
-        self._places = {tap: find_place(model, layers, tap) for tap in taps if tap.kind not in _OF_LOGITS}
+        self._points = {tap: find_hook_point(model, layers, tap) for tap in taps if tap.kind not in _LOGIT_TAPS}
         number = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
         number[id(model.get_input_embeddings())] = -1
-        last = max((number.get(id(place.module), len(layers)) for place in self._places.values()), default=-1)
-        of_layers = len(self._places) == len(self.taps) and last + 1 < len(layers)
-        self._unneeded = layers[last + 1] if of_layers else None
+        last = max((number.get(id(point.module), len(layers)) for point in self._points.values()), default=-1)
+        stops_early = len(self._points) == len(self.taps) and last + 1 < len(layers)
+        self._first_unneeded = layers[last + 1] if stops_early else None
         """The first layer that no tap needs."""
 
     @contextmanager
@@ -234,15 +236,12 @@ class Hooks:
         ``stop_early``: raise an exception, which the context suppresses, before the first layer that no tap needs.
         """
 
-        def keep_heads(tap: Tap, value: Any) -> None:
-            keep(tap, _heads_of(tap, value, self.model))
-
         def stop(_module: Any, _args: Any) -> None:
             raise _AllTapsComputed
 
-        handles = [_hook(place, functools.partial(keep_heads, tap)) for tap, place in self._places.items()]
-        if stop_early and self._unneeded is not None:
-            handles.append(self._unneeded.register_forward_pre_hook(stop))
+        handles = [_hook(point, functools.partial(keep, tap)) for tap, point in self._points.items()]
+        if stop_early and self._first_unneeded is not None:
+            handles.append(self._first_unneeded.register_forward_pre_hook(stop))
         try:
             with suppress(_AllTapsComputed):
                 yield
@@ -253,12 +252,12 @@ class Hooks:
     def run(self, tokens: Any, mask: Any) -> Mapping[Tap, Any]:
         """Run padded rows up to the last layer that a tap needs; return the values of every tap."""
         kept: dict[Tap, Any] = {}
-        needs_logits = any(tap.kind in _OF_LOGITS for tap in self.taps)
+        needs_logits = any(tap.kind in _LOGIT_TAPS for tap in self.taps)
         needs_head = needs_logits or any(tap.kind == "final_norm" for tap in self.taps)
         with inference_on(self.model), self.capture(kept.__setitem__, stop_early=True):
             out = forward(self.model if needs_head else body_of(self.model), tokens, mask)
         if needs_logits:
-            kept.update(_of_logits(out.logits, tokens, mask, self.taps))
+            kept.update(_compute_logit_taps(out.logits, tokens, mask, self.taps))
         rows, length = tokens.shape
         return {tap: value.reshape(rows, length, -1) for tap, value in kept.items()}
 
@@ -298,25 +297,19 @@ def nearly_equal(left: Any, right: Any, dtype: Any) -> bool:
     return bool((left.float() - right.float()).norm() <= limit * left.float().norm())
 
 
-def _hook(place: Place, keep: Callable[[Any], None]) -> Any:
+def _hook(point: HookPoint, keep: Callable[[Any], None]) -> Any:
     def after(_module: Any, _args: Any, output: Any) -> None:
-        keep(place.part(output[0] if isinstance(output, tuple | list) else output))
+        keep(point.select(output[0] if isinstance(output, tuple | list) else output))
 
     def before(_module: Any, args: Any, kwargs: Any) -> None:
-        keep(place.part(args[0] if args else kwargs["hidden_states"]))
+        keep(point.select(args[0] if args else kwargs["hidden_states"]))
 
-    if place.side == "output":
-        return place.module.register_forward_hook(after)
-    return place.module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _heads_of(tap: Tap, value: Any, model: Any) -> Any:
-    if tap.heads is None:
-        return value
-    return value.unflatten(-1, (-1, _head_dim(text_config(model.config))))[..., list(tap.heads), :]
+    if point.side == "output":
+        return point.module.register_forward_hook(after)
+    return point.module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _of_logits(logits: Any, tokens: Any, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
+def _compute_logit_taps(logits: Any, tokens: Any, mask: Any, taps: Sequence[Tap]) -> dict[Tap, Any]:
     """Return the values of the taps that are derived from the logits. The loss is 0 if no token follows in the row."""
     from torch.nn.functional import cross_entropy, pad
 
@@ -328,7 +321,7 @@ def _of_logits(logits: Any, tokens: Any, mask: Any, taps: Sequence[Tap]) -> dict
             if mask is not None:
                 loss = loss.masked_fill(mask[:, 1:].to(logits.device) == 0, 0)
             found[tap] = pad(loss, (0, 1))
-        elif tap.kind in _OF_LOGITS:
+        elif tap.kind in _LOGIT_TAPS:
             top = logits.topk(tap.top, dim=-1)
             found[tap] = top.values if tap.kind == "logits" else top.indices
     return found
@@ -429,7 +422,7 @@ def _choose_class(config: Any) -> Any:
     return AutoModelForTextEncoding if kind in auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES else AutoModel
 
 
-def _model_folder(files: ModelFiles) -> Path:
+def _local_folder(files: ModelFiles) -> Path:
     require_torch()
     if files.folder.local_path is None:
         raise SpecError("--backend torch", expected="a model in a folder or on the hub", found=files.name)
@@ -452,7 +445,7 @@ def _transformers_errors(name: str) -> Iterator[None]:
 
 def _load_shapes(files: ModelFiles) -> Any:
     """Return the model without values, which takes no memory."""
-    folder = _model_folder(files)
+    folder = _local_folder(files)
     return _shapes_of(files.name, folder, (folder / "config.json").read_bytes())
 
 
@@ -463,7 +456,7 @@ def _shapes_of(name: str, folder: Path, _config: bytes) -> Any:
 
     with _transformers_errors(name), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        return _text_part(_choose_class(config).from_config(config, trust_remote_code=False)).eval()
+        return _without_decoder(_choose_class(config).from_config(config, trust_remote_code=False)).eval()
 
 
 def load_model(files: ModelFiles, dtype: str) -> Any:
@@ -471,7 +464,7 @@ def load_model(files: ModelFiles, dtype: str) -> Any:
     import torch
     from transformers import AutoConfig
 
-    folder = _model_folder(files)
+    folder = _local_folder(files)
     with _transformers_errors(files.name):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model, info = _choose_class(config).from_pretrained(
@@ -488,16 +481,16 @@ def load_model(files: ModelFiles, dtype: str) -> Any:
     if wrong := sorted(missing - pooler):
         raise SpecError(f"the weights of {files.name}", expected="every tensor of the model", found=f"no {wrong[0]}")
     if files.adapter is not None:
-        _merge(model, files.adapter)
-    return _text_part(model).eval()
+        _merge_adapter(model, files.adapter)
+    return _without_decoder(model).eval()
 
 
-def _text_part(model: Any) -> Any:
+def _without_decoder(model: Any) -> Any:
     """Return the encoder of an encoder-decoder, and any other model unchanged."""
     return model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "decoder") else model
 
 
-_WEIGHTS_PART = 0.9
+_WEIGHTS_FRACTION = 0.9
 """The part of a GPU's memory that the weights of a replica may take."""
 
 
@@ -509,8 +502,8 @@ def load_replicas(files: ModelFiles, dtype: str, device: str = "auto") -> list[A
     model = load_model(files, dtype)
     size = sum(each.numel() * each.element_size() for each in model.parameters())
     try:
-        if len(devices) > 1 and size > _WEIGHTS_PART * torch.cuda.get_device_properties(0).total_memory:
-            return [_spread(model)]
+        if len(devices) > 1 and size > _WEIGHTS_FRACTION * torch.cuda.get_device_properties(0).total_memory:
+            return [_split_over_gpus(model)]
         return place_replicas(model, devices)
     except torch.OutOfMemoryError as error:
         raise Failure(
@@ -524,7 +517,7 @@ def place_replicas(model: Any, devices: Sequence[str]) -> list[Any]:
     return [model.to(devices[0]), *copies]
 
 
-def _spread(model: Any) -> Any:
+def _split_over_gpus(model: Any) -> Any:
     """Return a model whose layers are on several GPUs."""
     try:
         from accelerate import dispatch_model, infer_auto_device_map
@@ -535,8 +528,8 @@ def _spread(model: Any) -> Any:
             found="none",
             fix="run: pip install accelerate",
         ) from error
-    split = list(model._no_split_modules or ())
-    return dispatch_model(model, infer_auto_device_map(model, no_split_module_classes=split))
+    undivided = list(model._no_split_modules or ())
+    return dispatch_model(model, infer_auto_device_map(model, no_split_module_classes=undivided))
 
 
 def refuse_no_generation(files: ModelFiles) -> None:
@@ -563,7 +556,7 @@ def learned_positions(files: ModelFiles) -> int | None:
     return min(found, default=None)
 
 
-def _merge(model: Any, adapter: Adapter) -> None:
+def _merge_adapter(model: Any, adapter: Adapter) -> None:
     import torch
 
     named = dict(model.named_parameters(remove_duplicate=False))

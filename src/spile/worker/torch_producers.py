@@ -34,7 +34,7 @@ from spile.worker.torch_backend import Hooks, inference_on, input_device, load_r
 Rows = npt.NDArray[Any]
 
 
-def torch_models(files: ModelFiles, spec: ExtractSpec, progress: Progress) -> list[Any]:
+def load_torch_models(files: ModelFiles, spec: ExtractSpec, progress: Progress) -> list[Any]:
     """Load the model in PyTorch onto all devices, and log what this backend costs."""
     if spec.mesh_shape is not None:
         raise SpecError("--mesh-shape", expected="--backend jax, which has a mesh", found="--backend torch")
@@ -45,17 +45,17 @@ def torch_models(files: ModelFiles, spec: ExtractSpec, progress: Progress) -> li
     return load_replicas(files, spec.dtype, spec.device)
 
 
-def torch_producer(
+def make_torch_producer(
     files: ModelFiles, taps: Sequence[Tap], spec: ExtractSpec, batch_tokens: int, progress: Progress
 ) -> TorchProducer:
     """Return the producer of ``extract`` in PyTorch."""
-    models = torch_models(files, spec, progress)
+    models = load_torch_models(files, spec, progress)
     return TorchProducer(
         models, taps, store_dtype=spec.store_dtype, dtype=spec.dtype, most_tokens=batch_tokens, positions=spec.positions
     )
 
 
-def torch_device_names(model: Any, replicas: int) -> str:
+def describe_torch_devices(model: Any, replicas: int) -> str:
     """Return ``2 × NVIDIA H200`` or ``8 CPU threads``."""
     import torch
 
@@ -83,7 +83,7 @@ class TorchProducer(Producer):
     ) -> None:
         self._hooks = [Hooks(model, taps) for model in replicas]
         self._model, self._taps, self._dtype = replicas[0], tuple(taps), dtype
-        self._store_dtype, self._most, self._mean = store_dtype, most_tokens, positions == MEAN
+        self._store_dtype, self._most_tokens, self._mean = store_dtype, most_tokens, positions == MEAN
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._padded = padding_is_safe(self._model)
         self._pool = ThreadPoolExecutor(len(replicas), "spile-torch")
@@ -91,7 +91,7 @@ class TorchProducer(Producer):
 
     def describe(self) -> str:
         attention = getattr(self._model.config, "_attn_implementation", "its own")
-        return f"PyTorch on {torch_device_names(self._model, self.groups)}, {self._dtype}, {attention} attention"
+        return f"PyTorch on {describe_torch_devices(self._model, self.groups)}, {self._dtype}, {attention} attention"
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -103,8 +103,8 @@ class TorchProducer(Producer):
 
     def _compute(self, group: int, samples: Sequence[Sample]) -> list[Rows]:
         found: dict[int, Sequence[Rows]] = {}
-        for some in group_by_length(samples, self._most, padded=self._padded):
-            found.update(self.rows(some, group))
+        for similar in group_by_length(samples, self._most_tokens, padded=self._padded):
+            found.update(self.rows(similar, group))
         parts = [found[sample.index] for sample in samples]
         return [np.concatenate([part[tap] for part in parts]) for tap in range(len(self._taps)) if parts]
 
@@ -115,10 +115,10 @@ class TorchProducer(Producer):
         hooks = self._hooks[group]
         tokens, mask = pad([sample.tokens for sample in samples], input_device(hooks.model))
         try:
-            drawn = hooks.run(tokens, mask)
+            values = hooks.run(tokens, mask)
             if self._mean:
-                drawn = {tap: _masked_mean(value, mask) for tap, value in drawn.items()}
-            arrays = [copy_rows(tap, drawn[tap], self._store_dtype) for tap in self._taps]
+                values = {tap: _masked_mean(value, mask) for tap, value in values.items()}
+            arrays = [copy_rows(tap, values[tap], self._store_dtype) for tap in self._taps]
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemory("the device's memory ran out") from error
         return {
@@ -185,22 +185,22 @@ def group_by_length(samples: Sequence[Sample], most_tokens: int, *, padded: bool
 
     Without ``padded``, yield samples of the same length.
     """
-    some: list[Sample] = []
+    group: list[Sample] = []
     for sample in sorted(samples, key=len, reverse=True):
-        full = some and (len(some) + 1) * len(some[0]) > most_tokens
-        if full or (some and not padded and len(sample) != len(some[0])):
-            yield some
-            some = []
-        some.append(sample)
-    if some:
-        yield some
+        full = group and (len(group) + 1) * len(group[0]) > most_tokens
+        if full or (group and not padded and len(sample) != len(group[0])):
+            yield group
+            group = []
+        group.append(sample)
+    if group:
+        yield group
 
 
 # -- infer ------------------------------------------------------------------------------------------------------------
 
-_BATCH = {"cpu": 16, "cuda": 64}
+_ANSWERS_AT_ONCE = {"cpu": 16, "cuda": 64}
 """Answers at a time on each replica."""
-_SORTED = 4
+_SORTED_BATCHES = 4
 """Batches of prompts that are sorted by length together."""
 
 
@@ -228,7 +228,7 @@ class TorchGenerator(AnswerProducer):
         self._model, self._dtype = replicas[0], spec.dtype
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
             model.generation_config = type(model.generation_config)(pad_token_id=0)
-        self._size = spec.batch_size or _BATCH[input_device(self._model).type]
+        self._size = spec.batch_size or _ANSWERS_AT_ONCE[input_device(self._model).type]
         self._padded = _left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self.taps, self.store_dtype = taps, spec.store_dtype
@@ -238,7 +238,7 @@ class TorchGenerator(AnswerProducer):
 
     def describe(self) -> str:
         count = len(self._hooks)
-        names = torch_device_names(self._model, count)
+        names = describe_torch_devices(self._model, count)
         return f"PyTorch on {names}, {self._dtype}, {count * self._size} answers at a time"
 
     def close(self) -> None:
@@ -274,26 +274,31 @@ class TorchGenerator(AnswerProducer):
 
     def _batches(self, samples: Iterator[Sample]) -> Iterator[list[Sample]]:
         """Yield prompts of similar lengths, or of the same length if the model does not ignore padding."""
-        while some := list(islice(samples, _SORTED * self._size)):
-            check_tokens(some, self._vocabulary)
-            for batch in group_by_length(some, len(some) * max(map(len, some)), padded=self._padded):
+        while prompts := list(islice(samples, _SORTED_BATCHES * self._size)):
+            check_tokens(prompts, self._vocabulary)
+            no_limit = len(prompts) * max(map(len, prompts))
+            for batch in group_by_length(prompts, no_limit, padded=self._padded):
                 yield from (batch[start : start + self._size] for start in range(0, len(batch), self._size))
 
     def _answer(self, hooks: Hooks, samples: Sequence[Sample], report: Callable[[list[Answer]], None]) -> None:
         """Answer a batch, in two halves if it does not fit on the device."""
         import torch
 
-        steps = _Steps(self, samples, report)
+        callbacks = _GenerateCallbacks(self, samples, report)
         tokens, mask = pad([sample.tokens for sample in samples], input_device(hooks.model), left=True)
         try:
-            with self.progress.busy("model", len(self._hooks)), inference_on(hooks.model), hooks.capture(steps.keep):
+            with (
+                self.progress.busy("model", len(self._hooks)),
+                inference_on(hooks.model),
+                hooks.capture(callbacks.keep),
+            ):
                 hooks.model.generate(
                     input_ids=tokens,
                     attention_mask=mask,
                     max_new_tokens=self.sampling.max_new + 1,  # the last token of an answer is fed too
                     do_sample=False,
-                    logits_processor=[steps.select],
-                    stopping_criteria=[steps.ended],
+                    logits_processor=[callbacks.select],
+                    stopping_criteria=[callbacks.ended],
                 )
         except torch.OutOfMemoryError as error:
             if len(samples) == 1:
@@ -302,12 +307,12 @@ class TorchGenerator(AnswerProducer):
                 ) from error
             half = len(samples) // 2
             self.progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
-            left = [sample for sample in samples if sample.index not in steps.reported]
+            left = [sample for sample in samples if sample.index not in callbacks.reported]
             for part in filter(None, (left[:half], left[half:])):
                 self._answer(hooks, part, report)
 
 
-class _Steps:
+class _GenerateCallbacks:
     """The answers of one batch, while ``generate`` calls back after each forward pass."""
 
     def __init__(
@@ -331,21 +336,21 @@ class _Steps:
         """
         import torch
 
-        how = self._generator.sampling
+        sampling = self._generator.sampling
         prompts = not self._answers[0].tokens
-        live = [(row, each) for row, each in enumerate(self._answers) if each.sample.index not in self.reported]
-        for _, answer in live:
+        unreported = [(row, each) for row, each in enumerate(self._answers) if each.sample.index not in self.reported]
+        for _, answer in unreported:
             answer.fed += not prompts
         if self._generator.capture in ("both", "prompt" if prompts else "answer"):
-            self._store(live, prompts)
-        tokens, logprobs = self._choose(scores)
-        unfinished = [(row, answer) for row, answer in live if answer.reason is None]
+            self._store(unreported, prompts)
+        tokens, logprobs = self._choose_tokens(scores)
+        unfinished = [(row, answer) for row, answer in unreported if answer.reason is None]
         for row, answer in unfinished:
-            answer.append(tokens[row], logprobs[row], how.stop, how.max_new)
-        ended = [answer for _, answer in live if answer.reason is not None and answer.fed == len(answer.tokens)]
+            answer.append(tokens[row], logprobs[row], sampling.stop, sampling.max_new)
+        ended = [answer for _, answer in unreported if answer.reason is not None and answer.fed == len(answer.tokens)]
         self.reported |= {answer.sample.index for answer in ended}
         self._generator.progress.add(
-            tokens=len(unfinished) + (sum(len(answer.sample) for _, answer in live) if prompts else 0),
+            tokens=len(unfinished) + (sum(len(answer.sample) for _, answer in unreported) if prompts else 0),
             generated_tokens=len(unfinished),
             computed_tokens=len(self._answers) * self._length,
         )
@@ -361,31 +366,31 @@ class _Steps:
         done = len(self.reported) == len(self._answers) or self._generator.threads.failed
         return torch.full((len(tokens),), done, device=tokens.device)
 
-    def _store(self, live: Sequence[tuple[int, Answer]], prompts: bool) -> None:
+    def _store(self, unreported: Sequence[tuple[int, Answer]], prompts: bool) -> None:
         """Copy the captured rows of a forward pass to the answers."""
-        sizes = [len(answer.sample) if prompts else 1 for _, answer in live]
-        for number, tap in enumerate(self._generator.taps if live else ()):
+        sizes = [len(answer.sample) if prompts else 1 for _, answer in unreported]
+        for number, tap in enumerate(self._generator.taps if unreported else ()):
             value = self._values.pop(tap).reshape(len(self._answers), self._length, -1)
             array = copy_rows(tap, value, self._generator.store_dtype)
             # A prompt is at the end of its row, behind the padding.
-            own = [array[row, self._length - size :] for (row, _), size in zip(live, sizes, strict=True)]
+            own = [array[row, self._length - size :] for (row, _), size in zip(unreported, sizes, strict=True)]
             stored = encode_rows(tap, np.concatenate(own), self._generator.store_dtype)
             parts = np.split(stored, np.cumsum(sizes)[:-1])
-            for (_, answer), rows in zip(live, parts, strict=True):
+            for (_, answer), rows in zip(unreported, parts, strict=True):
                 answer.rows[number].append(rows.copy())  # a view would hold the rows of all answers
 
-    def _choose(self, scores: Any) -> tuple[list[int], list[float]]:
-        how = self._generator.sampling
-        if how.temperature == 0:
+    def _choose_tokens(self, scores: Any) -> tuple[list[int], list[float]]:
+        sampling = self._generator.sampling
+        if sampling.temperature == 0:
             best = scores.float().log_softmax(-1).max(-1)
             return scores.argmax(-1).tolist(), best.values.tolist()
         samples = jnp.array([[answer.sample.index & 0x7FFFFFFF for answer in self._answers]], jnp.int32)
-        made = jnp.array([[len(answer.tokens) for answer in self._answers]], jnp.int32)
-        chosen = _draw(scores.float().cpu().numpy(), samples, made, how)
+        generated = jnp.array([[len(answer.tokens) for answer in self._answers]], jnp.int32)
+        chosen = _draw_tokens(scores.float().cpu().numpy(), samples, generated, sampling)
         return chosen.tokens[0].tolist(), chosen.logprobs[0].tolist()
 
 
-_draw = jax.jit(choose_tokens, static_argnums=3)
+_draw_tokens = jax.jit(choose_tokens, static_argnums=3)
 
 
 def _left_padding_is_safe(model: Any) -> bool:

@@ -303,12 +303,12 @@ def test_closing_the_answers_ends_the_threads(tmp_path: Path) -> None:
 def test_a_model_that_accelerate_places_gives_the_same_rows(tmp_path: Path) -> None:
     """Without GPUs accelerate places all layers on the CPU; this shows only that its calls work."""
     pytest.importorskip("accelerate")
-    from spile.worker.torch_backend import _spread
+    from spile.worker.torch_backend import _split_over_gpus
     from spile.worker.torch_producers import TorchProducer
 
     taps, every, model = (Tap("residual", 1),), samples(), load("opt", tmp_path)
     options: dict[str, Any] = {"store_dtype": "float32", "dtype": "float32", "most_tokens": 64}
     alone = TorchProducer([model], taps, **options).rows(every)
-    spread = TorchProducer([_spread(model)], taps, **options).rows(every)
+    spread = TorchProducer([_split_over_gpus(model)], taps, **options).rows(every)
     for index, (rows,) in alone.items():
         np.testing.assert_array_equal(rows, spread[index][0])

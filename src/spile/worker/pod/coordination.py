@@ -5,7 +5,7 @@ own ``initialize`` is not used: it would run the service inside process 0, whose
 before they can report why, and it would take SIGTERM for its preemption service.
 
 ``python -m spile.worker.pod.coordination HOST COUNT LINGER`` is the service itself, in a process of its own next to
-worker 0. It prints its address and serves until its parent writes ``bye`` or dies. If the parent dies, it stays for
+worker 0. It prints its address and serves until its parent writes ``stop`` or dies. If the parent dies, it stays for
 LINGER seconds, so that the others can find out which host died and what it reported last.
 """
 
@@ -26,11 +26,12 @@ from spile.worker.pod.identity import Identity
 
 SERVICE_HEARTBEAT = 100
 """Seconds, JAX's default. Our own watch notices dead processes earlier."""
-_POLL = 0.25
-"""Seconds that a wait inside the client may delay a signal."""
-_OWN_DETECTION = ("tpu", "gcetpu", "gketpu")
+_GET_SECONDS = 0.25
+"""Seconds that a wait inside the client may delay a signal, which Python handles between two calls."""
+_DETECTED_BY_IDENTITY = ("tpu", "gcetpu", "gketpu")
 """Clusters that ``identity`` detects itself, without JAX's minutes of retries."""
-_AFTER_BYE = 0.5
+_STOP_DELAY = 0.5
+"""Seconds for the last answers."""
 
 
 def detect_cluster() -> tuple[str, int, int] | None:
@@ -38,7 +39,7 @@ def detect_cluster() -> tuple[str, int, int] | None:
     from jax._src.clusters import ClusterEnv
 
     for kind in ClusterEnv._cluster_types:
-        if kind.name not in _OWN_DETECTION and not kind.opt_in_only_method and kind.is_env_present():
+        if kind.name not in _DETECTED_BY_IDENTITY and not kind.opt_in_only_method and kind.is_env_present():
             count = kind.get_process_count()
             if count is None or count <= 1:
                 return None
@@ -70,10 +71,10 @@ class Service:
         if not self.address:
             raise PodError(f"the coordination service could not start on {host}", fix="see the lines above")
 
-    def release(self) -> None:
+    def stop(self) -> None:
         """End the service: all processes have left."""
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            self.process.communicate("bye\n", timeout=5.0)
+            self.process.communicate("stop\n", timeout=5.0)
 
 
 class Coordination:
@@ -134,7 +135,7 @@ class Coordination:
         while (left := until - time.monotonic()) > 0:
             try:
                 value: str = self._client.blocking_key_value_get(
-                    self._scope + key, max(1, int(min(left, _POLL) * 1000))
+                    self._scope + key, max(1, int(min(left, _GET_SECONDS) * 1000))
                 )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -171,8 +172,8 @@ def serve(host: str, count: int, linger: float) -> None:
     print(address, flush=True)
     for stream in (1, 2):  # a reader of our parent's output must not wait for this process
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    line = sys.stdin.readline()
-    time.sleep(_AFTER_BYE if line else linger)
+    stop_requested = bool(sys.stdin.readline())
+    time.sleep(_STOP_DELAY if stop_requested else linger)
     del service
     os._exit(0)  # its threads may wait for a process that is gone
 

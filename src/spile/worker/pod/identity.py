@@ -1,7 +1,7 @@
 """Find out which process of a pod this is: from flags, the VM's metadata, variables, or JAX's cluster detection.
 
-"The VM has no such attribute" and "the metadata server does not answer" are different: a host of a slice that took
-silence for a no would do the work of the whole slice by itself, and so would every other host.
+"The VM has no such attribute" and "the metadata server does not answer" are different: a host of a slice that took the
+second for the first would do the work of the whole slice by itself, and so would every other host.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ Metadata = Callable[[str], str | None]
 """Returns an attribute of the VM; None if it does not exist. Raises :class:`NoMetadata` if there is no answer."""
 
 ROLL_CALL_PORT = 5555
-_GCE_NAMES = ("Google", "Google Compute Engine")
-_CHIPS = ("accel[0-9]*", "vfio/[0-9]*")
+_GCE_PRODUCTS = ("Google", "Google Compute Engine")
+_CHIP_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 """Device files of TPU chips: up to v4, and since v5e."""
-_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0
 
 
 class NoMetadata(PodError):
     """A TPU VM's metadata server did not answer."""
 
 
-class Patience(NamedTuple):
-    """How long to wait for an attribute, in seconds: for all tries together, and for one."""
+class MetadataTimeouts(NamedTuple):
+    """How long to wait for an attribute, in seconds: for all requests together, and for one."""
 
     total: float
-    one: float
+    request: float
 
 
-_OF_A_TPU = Patience(60.0, 4.0)
-_OF_ANOTHER = Patience(4.0, 2.0)
+_TPU_TIMEOUTS = MetadataTimeouts(60.0, 4.0)
+_OTHER_TIMEOUTS = MetadataTimeouts(4.0, 2.0)
 """For a VM without TPUs, which cannot be part of a slice."""
 
 
@@ -47,20 +47,20 @@ def gce_metadata(
     *,
     product: Path = Path("/sys/class/dmi/id/product_name"),
     devices: Path = Path("/dev"),
-    patience: Patience | None = None,
+    timeouts: MetadataTimeouts | None = None,
 ) -> Metadata | None:
     """Return the metadata server of this VM; None if this is not a Google VM, which is known without the network."""
-    named = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
-    if not named and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_NAMES):
+    address = environment.get("GCE_METADATA_IP") or environment.get("GCE_METADATA_HOST")
+    if not address and not (product.is_file() and product.read_text(errors="replace").strip() in _GCE_PRODUCTS):
         return None
     base = google_metadata_url("instance/attributes/", environment)
-    tpu = any(next(devices.glob(name), None) is not None for name in _CHIPS)
-    total, one = patience or (_OF_A_TPU if tpu else _OF_ANOTHER)
+    tpu = any(next(devices.glob(name), None) is not None for name in _CHIP_FILES)
+    total, request = timeouts or (_TPU_TIMEOUTS if tpu else _OTHER_TIMEOUTS)
 
-    def ask(key: str) -> str | None:
-        began, pause = time.monotonic(), _PAUSE
+    def read_attribute(key: str) -> str | None:
+        began, pause = time.monotonic(), _FIRST_PAUSE
         while True:
-            status, content = metadata_reply("GET", base + key, {"Metadata-Flavor": "Google"}, one)
+            status, content = metadata_reply("GET", base + key, {"Metadata-Flavor": "Google"}, request)
             if status in (200, 404):
                 return content if status == 200 else None
             refused = 400 <= status < 500 and status != 429
@@ -79,7 +79,7 @@ def gce_metadata(
             "(--num-processes 1 if this host works alone)",
         )
 
-    return ask
+    return read_attribute
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,10 @@ def find_identity(
         )
     if not 0 <= process < count:
         raise SpecError(f"this process's number ({source})", expected=f"from 0 to {count - 1}", found=process)
-    return _locate(facts, process, count, environment.get("SPILE_POD_SECRET"))
+    return _make_identity(facts, process, count, environment.get("SPILE_POD_SECRET"))
 
 
-def _locate(facts: _Facts, process: int, count: int, secret: str | None) -> Identity:
+def _make_identity(facts: _Facts, process: int, count: int, secret: str | None) -> Identity:
     hosts: tuple[str, ...] = facts.get("hosts", ())
     address = facts.get("coordinator") or (hosts[0] if hosts else "")
     if not address:
@@ -221,7 +221,7 @@ def _from_metadata(metadata: Metadata | None, environment: Mapping[str, str]) ->
     lines = (line.partition(":") for line in (metadata("tpu-env") or "").splitlines() if ":" in line)
     variables = {key.strip(): value.strip().strip("'") for key, _, value in lines}
     process = _number(number, "agent-worker-number")
-    facts = _in_slices(process, hosts, {**variables, **environment}, "the VM's metadata")
+    facts = _place_in_slices(process, hosts, {**variables, **environment}, "the VM's metadata")
     # spile tpu create and spile deploy give a slice this secret.
     secret = metadata("spile-secret") if facts["count"] != 1 else None
     return {**facts, "secret": secret} if secret else facts
@@ -239,20 +239,20 @@ def _from_variables(environment: Mapping[str, str]) -> _Facts:
         return {}
     number = _number(text, source)
     if len(hosts) > 1:
-        return _in_slices(number, hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
+        return _place_in_slices(number, hosts, environment, f"{source} among {len(hosts)} TPU_WORKER_HOSTNAMES")
     return {"source": source, "process": number, **({"hosts": hosts, "count": 1} if hosts else {})}
 
 
-def _in_slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Facts:
+def _place_in_slices(number: int, hosts: tuple[str, ...], variables: Mapping[str, str], source: str) -> _Facts:
     """Return the place in one slice, or in one of several that act together (multislice)."""
     slices = _number(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
-    mine = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
+    slice_id = _number(variables.get("MEGASCALE_SLICE_ID") or "0", "MEGASCALE_SLICE_ID")
     coordinator = variables.get("MEGASCALE_COORDINATOR_ADDRESS")
     if slices <= 1 or not coordinator:
         return {"source": source, "process": number, "count": len(hosts), "hosts": hosts}
     return {
-        "source": f"{source}, slice {mine} of {slices}",
-        "process": number + mine * len(hosts),
+        "source": f"{source}, slice {slice_id} of {slices}",
+        "process": number + slice_id * len(hosts),
         "count": slices * len(hosts),
         "coordinator": _without_port(coordinator),
     }

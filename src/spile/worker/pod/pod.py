@@ -85,7 +85,7 @@ def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
 
 # -- heartbeats -------------------------------------------------------------------------------------------------------
 
-_NEXT = "this process ends too, and the same command on all hosts resumes"
+_RESUME = "this process ends too, and the same command on all hosts resumes"
 
 
 def _lost_host_code() -> int:
@@ -105,15 +105,15 @@ class PodWatch:
 
     def __init__(self, coordination: Coordination, identity: Identity, timeout: float) -> None:
         self._coordination, self._identity, self._timeout = coordination, identity, timeout
-        self._every = min(1.0, timeout / 4)
+        self._interval = min(1.0, timeout / 4)
         self._report = "joined"
-        self._seen: dict[int, tuple[str, float]] = {}
+        self._heartbeats: dict[int, tuple[str, float]] = {}
         """The latest heartbeat of each process, and when it was first seen."""
-        self._over, self._news = threading.Event(), threading.Event()
-        self._answered = time.monotonic()
+        self._stopped, self._wake = threading.Event(), threading.Event()
+        self._last_answer = time.monotonic()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("spile-beat", self._beat), ("spile-watch", self._guard))
+            for name, work in (("spile-beat", self._send_heartbeats), ("spile-watch", self._watch_service))
         ]
         for thread in self._threads:
             thread.start()
@@ -121,7 +121,7 @@ class PodWatch:
     def report(self, text: str) -> None:
         """Set what this process does now; the others print it if this process dies."""
         self._report = " ".join(text.split())
-        self._news.set()
+        self._wake.set()
 
     def reports(self) -> dict[int, str]:
         """Return what each process reported last."""
@@ -130,14 +130,14 @@ class PodWatch:
 
     def stop(self) -> None:
         """Stop watching: the other processes may leave."""
-        self._over.set()
-        self._news.set()
+        self._stopped.set()
+        self._wake.set()
         for thread in self._threads:
             thread.join()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         number = 0
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             number += 1
             try:
                 self._coordination.put(f"alive/{self._identity.process}", f"{number}\t{self._report}")
@@ -145,12 +145,12 @@ class PodWatch:
             except Exception as error:  # noqa: BLE001 - any error means that the service does not answer
                 self._end_without_service(" ".join(str(error).split())[:120])
                 return
-            self._answered = time.monotonic()
-            self._look(alive, ended)
-            self._news.wait(self._every)
-            self._news.clear()
+            self._last_answer = time.monotonic()
+            self._check_others(alive, ended)
+            self._wake.wait(self._interval)
+            self._wake.clear()
 
-    def _look(self, alive: Mapping[str, str], ended: Mapping[str, str]) -> None:
+    def _check_others(self, alive: Mapping[str, str], ended: Mapping[str, str]) -> None:
         """End this process if another one reported its end or sends no heartbeats."""
         for process in range(self._identity.count):
             host, me = self._identity.host(process), process == self._identity.process
@@ -158,25 +158,25 @@ class PodWatch:
                 end = json.loads(ended[str(process)])
                 self._end(f"{host} ended: {end['line']}", int(end["code"]))
             beat = alive.get(str(process), "")
-            last, since = self._seen.get(process, (None, 0.0))
+            last, since = self._heartbeats.get(process, (None, 0.0))
             if last != beat:
-                self._seen[process] = beat, self._answered
-            elif self._answered - since > self._timeout and not me:
+                self._heartbeats[process] = beat, self._last_answer
+            elif self._last_answer - since > self._timeout and not me:
                 lost = f"{host} died or was cut off: no sign of life for {self._timeout:g} s"
-                self._end(f"{lost}; it last reported: {_reported(beat)}; {_NEXT}", _lost_host_code())
+                self._end(f"{lost}; it last reported: {_reported(beat)}; {_RESUME}", _lost_host_code())
 
-    def _guard(self) -> None:
+    def _watch_service(self) -> None:
         """Notice from another thread that a call to the service hangs because its host is gone."""
-        while not self._over.wait(self._every):
-            if time.monotonic() - self._answered > self._timeout:
+        while not self._stopped.wait(self._interval):
+            if time.monotonic() - self._last_answer > self._timeout:
                 self._end_without_service(f"no answer for {self._timeout:g} s")
 
     def _end_without_service(self, why: str) -> None:
         lost = f"{self._identity.host(0)} died or was cut off: its coordination service is gone ({why})"
-        self._end(f"{lost}; {_NEXT}", _lost_host_code())
+        self._end(f"{lost}; {_RESUME}", _lost_host_code())
 
     def _end(self, line: str, code: int) -> None:
-        if not self._over.is_set():
+        if not self._stopped.is_set():
             end_process(line, code)
 
 
@@ -186,9 +186,9 @@ def _reported(heartbeat: str) -> str:
 
 # -- decisions and commits --------------------------------------------------------------------------------------------
 
-_AHEAD = 4
+_MOST_AHEAD = 4
 """Steps that process 0 may be ahead of the slowest host."""
-_KEPT = 64
+_DECISIONS_KEPT = 64
 """Decisions that stay in the directory; no host is ever that far behind."""
 
 
@@ -205,7 +205,7 @@ class PodControl(Control):
         """Return the decision about the next step. Every host calls this once before each step."""
         self._number += 1
         mine = self._local.decide()
-        return self._decide_for_all(mine) if self._pod.identity.first else self._ask(mine)
+        return self._decide_for_all(mine) if self._pod.identity.first else self._ask_for_decision(mine)
 
     def stopping(self) -> bool:
         """Return whether a signal arrived here or, as far as is known, on another host."""
@@ -221,17 +221,17 @@ class PodControl(Control):
 
     def _decide_for_all(self, mine: Decision) -> Decision:
         if late := self._pod.wait_while(self._behind, self._pod.times.barrier):
-            raise self._pod.late_error(late, f"come to batch {self._number - _AHEAD}")
+            raise self._pod.late_error(late, f"come to batch {self._number - _MOST_AHEAD}")
         decision: Decision = "stop" if self._stop_requested() else mine
         self._pod.coordination.put(f"decision/{self._number}", decision)
-        if self._number > _KEPT:
-            self._pod.coordination.delete(f"decision/{self._number - _KEPT}")
+        if self._number > _DECISIONS_KEPT:
+            self._pod.coordination.delete(f"decision/{self._number - _DECISIONS_KEPT}")
         return decision
 
     def _behind(self) -> list[int]:
         """Return the hosts that are too far behind this one."""
         self._asked = self._read_asked()
-        least = self._number - _AHEAD
+        least = self._number - _MOST_AHEAD
         return [each for each in range(1, self._pod.identity.count) if int(self._asked.get(each, ["0"])[0]) < least]
 
     def _read_asked(self) -> dict[int, list[str]]:
@@ -240,9 +240,9 @@ class PodControl(Control):
     def _stop_requested(self) -> bool:
         return any("stop" in words for words in self._asked.values())
 
-    def _ask(self, mine: Decision) -> Decision:
-        wish = " stop" if mine == "stop" else ""
-        self._pod.coordination.put(f"asked/{self._pod.identity.process}", f"{self._number}{wish}")
+    def _ask_for_decision(self, mine: Decision) -> Decision:
+        request = " stop" if mine == "stop" else ""
+        self._pod.coordination.put(f"asked/{self._pod.identity.process}", f"{self._number}{request}")
         return cast(Decision, self._pod.wait_for(f"decision/{self._number}", 0, f"decide about batch {self._number}"))
 
 
@@ -265,7 +265,7 @@ class PodSink(Sink):
         directory.put(f"record/{self._number}/{me}", json.dumps(None if record is None else record.to_json()))
         if self._pod.first:
             stored = [
-                json.loads(self._pod.wait_for(f"record/{self._number}/{process}", process, self._do("finish")))
+                json.loads(self._pod.wait_for(f"record/{self._number}/{process}", process, self._action("finish")))
                 for process in range(self._pod.identity.count)
             ]
             records = [ShardRecord.from_json(fields) for fields in stored if fields is not None]
@@ -274,19 +274,19 @@ class PodSink(Sink):
             directory.put(f"committed/{self._number}", "")
             directory.delete(f"record/{self._number}/")
         else:
-            self._pod.wait_for(f"committed/{self._number}", 0, self._do("commit"))
+            self._pod.wait_for(f"committed/{self._number}", 0, self._action("commit"))
             self._stream.follow([] if record is None else [record], skipped, end)
         self._after()
         self._pod.report(f"computing; {self._number} shards committed in this run")
 
-    def _do(self, verb: str) -> str:
+    def _action(self, verb: str) -> str:
         return f"{verb} shard {self._number} of this run"
 
 
 BARRIERS = ("pre_jax_init", "model_loaded", "extraction_start", "final_checkpoint", "complete")
 """The barriers of a run, in order; the first is the roll call."""
 
-_LINGER = 5.0
+_SERVICE_LINGER = 5.0
 """Seconds that the service outlives worker 0, in addition to the time that the others need to notice."""
 
 
@@ -378,7 +378,7 @@ class Pod(WorkerGroup):
         )
 
     def notify_end(self, error: BaseException) -> None:
-        line, code = _line_and_code(error)
+        line, code = _message_and_code(error)
         self.coordination.put(f"ended/{self.identity.process}", json.dumps({"line": line, "code": code}))
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -386,15 +386,15 @@ class Pod(WorkerGroup):
 
         When a process dies, collectives fail on the others at once. Then wait: the watch knows which process died.
         """
-        if not isinstance(error, PodError) and _from_device(error):
-            time.sleep(self.times.heartbeat + _LINGER / 2)
+        if not isinstance(error, PodError) and _is_device_error(error):
+            time.sleep(self.times.heartbeat + _SERVICE_LINGER / 2)
         try:
             self.notify_end(error)
         except Exception as lost:  # noqa: BLE001 - the service died with a host; our own line is printed below
             sys.stderr.write(f"spile: could not notify the other workers: {' '.join(str(lost).split())[:200]}\n")
         if not isinstance(error, SpileError | KeyboardInterrupt):
             traceback.print_exception(error)
-        end_process(*_line_and_code(error))
+        end_process(*_message_and_code(error))
         raise error  # not reached
 
     def leave(self) -> None:
@@ -405,10 +405,10 @@ class Pod(WorkerGroup):
             self.wait_while(lambda: self._absent("left"), self.times.heartbeat)
         self.coordination.close()
         if self._service is not None:
-            self._service.release()
+            self._service.stop()
 
 
-def _line_and_code(error: BaseException) -> tuple[str, int]:
+def _message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, SpileError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -416,7 +416,7 @@ def _line_and_code(error: BaseException) -> tuple[str, int]:
     return " ".join(f"{type(error).__name__}: {error}".split())[:2000], 1
 
 
-def _from_device(error: BaseException | None) -> bool:
+def _is_device_error(error: BaseException | None) -> bool:
     """Return whether an error was caused by JAX's runtime, as when a collective lost a process."""
     import jax
 
@@ -452,7 +452,7 @@ def _join(identity: Identity, times: PodTimes, log: Line) -> Pod:
 
     def serve() -> str:
         nonlocal service
-        service = Service(identity.coordinator, identity.count, times.heartbeat + _LINGER)
+        service = Service(identity.coordinator, identity.count, times.heartbeat + _SERVICE_LINGER)
         return service.address
 
     log(f"📋 Worker ID: {identity.process}")

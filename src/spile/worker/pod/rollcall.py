@@ -22,10 +22,10 @@ from spile.errors import PodError, untrusted
 from spile.version import __version__
 from spile.worker.pod.identity import Identity
 
-_MOST_BYTES = 1 << 20
+_MOST_MESSAGE_BYTES = 1 << 20
 _ACCEPT_SECONDS = 0.05
 _RETRY_SECONDS = 0.25
-_MINUTE = 60.0
+_CALL_SECONDS = 60.0
 """The time of a caller for its first message. The others also wait this much longer than worker 0, whose own clock
 decides which process is missing."""
 
@@ -48,7 +48,7 @@ class Peer:
         """Return the next message; raise :class:`PodError` if there is none or an invalid one."""
         with untrusted(PodError, problem, fix="see that host's log, then run the same command again on all hosts"):
             self._connection.settimeout(timeout)
-            line = self._lines.readline(_MOST_BYTES)
+            line = self._lines.readline(_MOST_MESSAGE_BYTES)
             if not line:
                 raise EOFError("connection closed")
             return dict(json.loads(line))
@@ -79,7 +79,7 @@ class RollCall:
         self.identity = replace(identity, hosts=identity.hosts or names)
         """The identity of this process, with the names of all hosts."""
         self._peers = peers
-        self._over = threading.Event()
+        self._closed = threading.Event()
 
     @contextlib.contextmanager
     def guarded(self, end: Line, timeout: float) -> Iterator[None]:
@@ -105,11 +105,11 @@ class RollCall:
         """Wait until a process reports that it is connected, or worker 0 that all are."""
         problem = f"{self.identity.host(number)} died between the roll call and JAX's start"
         try:
-            message = peer.receive(problem, timeout if self.identity.first else timeout + _MINUTE)
+            message = peer.receive(problem, timeout if self.identity.first else timeout + _CALL_SECONDS)
         except PodError as error:
             message = {"error": str(error)}
-        if "error" in message and not self._over.is_set():
-            self._over.set()  # the others close their connections when they get the message
+        if "error" in message and not self._closed.is_set():
+            self._closed.set()  # the others close their connections when they get the message
             self._send(message)
             self.close()
             end(str(message["error"]))
@@ -119,7 +119,7 @@ class RollCall:
             peer.send(message)
 
     def close(self) -> None:
-        self._over.set()  # what the threads find now is our own doing
+        self._closed.set()  # the threads must not report the connections that are closed here
         for peer in self._peers.values():
             peer.close()
 
@@ -141,7 +141,7 @@ class Callers:
     def receive(self, peer: Peer) -> None:
         """Read and check the first message of a caller, in a thread of its own."""
         try:
-            call = peer.receive("invalid call", _MINUTE)
+            call = peer.receive("invalid call", _CALL_SECONDS)
             with self._lock:
                 self.problem = self.problem or self._check(call, peer)
         except Exception:  # noqa: BLE001 - a caller may send anything: a port scanner must not end a run
@@ -256,7 +256,7 @@ def answer_roll_call(identity: Identity, *, timeout: float) -> RollCall:
     peer.send({**call, "name": f"{identity.name}, process {os.getpid()}", "secret": identity.secret})
     problem = f"{identity.host(0)} did not answer worker {identity.process} of {identity.count} in the roll call"
     try:
-        answer = peer.receive(problem, timeout + _MINUTE)
+        answer = peer.receive(problem, timeout + _CALL_SECONDS)
         if "error" in answer:
             raise PodError(str(answer["error"]))
         with untrusted(PodError, problem):
