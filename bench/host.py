@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.objects import open_folder
-from spile.planning.bench import emptied, host_copy
+from spile.planning.bench import host_copy, removing_shards
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.run import join_run
@@ -78,7 +78,7 @@ def measure(
         stream = join_stream(root, 0, StreamIdentity("bench", "", len(items), len(items), TAPS), run)
         stream.statistics = statistics
         sizes = Sizes(batch_tokens, None, 2048, 1e9, writers, in_flight=in_flight(writers, 1, 1 << 60))
-        with emptied(Path(stream.folder.url)):
+        with removing_shards(Path(stream.folder.url)):
             began = time.perf_counter()
             run_pipeline(
                 items,

@@ -27,7 +27,7 @@ from spile.models.decoder import layers_needed
 from spile.models.families import read_config
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, param_shapes, stack_layers
 from spile.planning.machines import parse_machine
-from spile.planning.tpu_compiler import _topology_devices
+from spile.planning.tpu_compiler import topology_devices
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.worker.batches import Batch
@@ -43,7 +43,7 @@ _DEPTH = 3
 def make(args: argparse.Namespace, way: str) -> DeviceProducer:
     """Return a producer with random weights, or only with shapes if there is no device."""
     config = read_config({**_COMMON, **SHAPES[args.shape]})
-    devices = None if args.machine is None else _topology_devices(args.machine)
+    devices = None if args.machine is None else topology_devices(parse_machine(args.machine))
     platform = jax.default_backend() if devices is None else "tpu"
     dtype = compute_dtype_for(platform)
     count, itemsize = len(devices or jax.devices()), jnp.dtype(dtype).itemsize

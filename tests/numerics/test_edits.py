@@ -150,7 +150,7 @@ def test_steered_scans_and_packed_rows_equal_single_layers_and_samples() -> None
     taps = tuple(Tap("residual", layer) for layer in range(8))
     edits = (Tap("residual", 3), Tap("mlp", 4), Tap("z", 6, (1, 3)), Tap("resid_pre", 5))
     widths = (24, 24, 16, 24)
-    vectors = [draw(3, 24) if point == 3 else draw(width) for point, width in enumerate(widths)]
+    vectors = [draw(3, 24) if number == 3 else draw(width) for number, width in enumerate(widths)]
     steering = Steering(edits, ("add", "ablate", "zero", "patch"), tuple(vectors))
     samples, rows = packed("gemma2")
     single = replace(params, steering=steering)

@@ -1,4 +1,4 @@
-"""``spile bench``: measure a run, the limits of this machine, and the usual loop around transformers.
+"""``spile bench``: measure a run, the limits of this machine, and a plain loop around transformers.
 
 A limit is what the hardware gives to a loop that does nothing else: matrix products, the bare forward pass, the copy
 from the device, checksum and write, and the disk. A run is compared with the slowest of them.
@@ -46,11 +46,13 @@ from spile.worker.producer import Control, pack
 from spile.worker.progress import Progress, ProgressSnapshot, WallTime, peak_memory
 from spile.worker.resolve import ResolvedRun, prompt_tokenizer, resolve
 
-_MATMUL = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
+_MATRIX_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
-_SWEEPERS = 4
-_NAIVE_SAMPLES = {"cpu": 16, "gpu": 192, "tpu": 16}
-_PIECE = 4 << 20
+"""Batches of the bare forward pass."""
+_REMOVERS = 4
+"""Threads that remove shards."""
+_LOOP_SAMPLES = {"cpu": 16, "gpu": 192, "tpu": 16}
+_WRITE_BYTES = 4 << 20
 """Bytes per write."""
 _COMPILERS = max(2, (os.cpu_count() or 2) // 4)
 
@@ -81,7 +83,7 @@ class BenchResult:
     shapes: int
     peak_memory: int
     naive_tokens_per_second: float | None
-    """The usual loop around transformers, on the same weights and prompts; None without torch."""
+    """A plain loop around transformers, on the same weights and prompts; None without torch."""
     cold: TimedRun
     """The whole command, with no program cached."""
     warm: TimedRun
@@ -98,45 +100,45 @@ def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: 
     Args:
         spec: The run to measure.
         tokens: How many tokens to compute; the samples are repeated.
-        compare: Also measure the usual loop around transformers.
+        compare: Also measure a plain loop around transformers.
         limit_bytes: Bytes written to each file to measure the disk.
 
     """
     Path(spec.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=spec.output, prefix="bench-") as folder:
         cold, warm = _cold_and_warm(spec, tokens, folder)  # first: this process has not used the device yet
-        parts = resolve(replace(spec, output=folder))
+        run = resolve(replace(spec, output=folder))
         progress = Progress()
-        producer = make_device_producer(parts, progress, parts.samples.read(Ranges()))
-        samples = _samples(parts, tokens)
-        made = list(batches(samples, replace(parts.sizes, groups=producer.groups)))
-        some = made[:: max(1, len(made) // _LIMIT_BATCHES)]
-        limits = _limits(producer, some, Path(folder), parts.sizes.writers, limit_bytes)
-        _warm(producer, made, parts.sizes.in_flight or 1)
-        compiled, now = progress.snapshot(), _run(parts, producer, samples)
-        naive = _naive(parts, Path(folder)) if compare else None
-    rates = limits.tokens(parts.bytes_per_token)
-    slowest, rate = min(rates, key=rates.__getitem__), now.tokens / now.seconds
+        producer = make_device_producer(run, progress, run.samples.read(Ranges()))
+        samples = _repeat_samples(run, tokens)
+        planned = list(batches(samples, replace(run.sizes, groups=producer.groups)))
+        some = planned[:: max(1, len(planned) // _LIMIT_BATCHES)]
+        limits = _measure_limits(producer, some, Path(folder), run.sizes.writers, limit_bytes)
+        _warm_up(producer, planned, run.sizes.in_flight or 1)
+        compiled, steady = progress.snapshot(), _run_compiled(run, producer, samples)
+        loop_rate = _transformers_rate(run, Path(folder)) if compare else None
+    rates = limits.tokens(run.bytes_per_token)
+    slowest, rate = min(rates, key=rates.__getitem__), steady.tokens / steady.seconds
     return BenchResult(
         device=producer.describe(),
         model=spec.model,
-        taps=len(parts.taps),
-        bytes_per_token=parts.bytes_per_token,
+        taps=len(run.taps),
+        bytes_per_token=run.bytes_per_token,
         limits=limits,
         limit_tokens=rates,
         slowest=slowest,
-        tokens=now.tokens,
-        seconds=now.seconds,
+        tokens=steady.tokens,
+        seconds=steady.seconds,
         tokens_per_second=rate,
-        padding=now.padding,
+        padding=steady.padding,
         fraction=rate / rates[slowest],
         of_forward=rate / limits.forward_tokens,
         forward_of_matmul=limits.forward_flops / limits.matmul_flops,
-        limited_by=now.limit,
+        limited_by=steady.limit,
         compile_seconds=compiled.compile_seconds,
         shapes=compiled.shapes,
         peak_memory=peak_memory(),
-        naive_tokens_per_second=naive,
+        naive_tokens_per_second=loop_rate,
         cold=cold,
         warm=warm,
     )
@@ -203,9 +205,9 @@ def _run_command(spec: ExtractSpec, cache: str) -> ProgressSnapshot:
 # -- the steady rate ---------------------------------------------------------------------------------------------------
 
 
-def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
+def _repeat_samples(run: ResolvedRun, tokens: int) -> list[Sample]:
     """Repeat the samples of the stream, with new numbers, until there are enough tokens."""
-    once = [item for item in parts.samples.read(Ranges()) if isinstance(item, Sample)]
+    once = [item for item in run.samples.read(Ranges()) if isinstance(item, Sample)]
     many: list[Sample] = []
     total = 0
     for sample in itertools.cycle(once):
@@ -216,10 +218,10 @@ def _samples(parts: ResolvedRun, tokens: int) -> list[Sample]:
     return many
 
 
-def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, writers: int, size: int) -> Limits:
-    forward_tokens, forward_flops = bare_forward(producer, made)
+def _measure_limits(producer: DeviceProducer, some: Sequence[Batch], folder: Path, writers: int, size: int) -> Limits:
+    forward_tokens, forward_flops = bare_forward(producer, some)
     return Limits(
-        matmul_flops=matmul(_MATMUL[jax.default_backend()], producer.dtype),
+        matmul_flops=matmul(_MATRIX_SIZE[jax.default_backend()], producer.dtype),
         forward_flops=forward_flops,
         forward_tokens=forward_tokens,
         device_to_host=device_to_host(producer),
@@ -229,9 +231,9 @@ def _limits(producer: DeviceProducer, made: Sequence[Batch], folder: Path, write
     )
 
 
-def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> None:
+def _warm_up(producer: DeviceProducer, planned: Sequence[Batch], in_flight: int) -> None:
     """Compile and run each shape once, and allocate the pinned memory of a full pipeline."""
-    shapes = {(batch.rows, batch.length): batch for batch in made}
+    shapes = {(batch.rows, batch.length): batch for batch in planned}
     for batch in shapes.values():
         producer.prepare(batch)
     for batch in shapes.values():
@@ -241,32 +243,33 @@ def _warm(producer: DeviceProducer, made: Sequence[Batch], in_flight: int) -> No
         producer.fetch(pending)
 
 
-def _run(parts: ResolvedRun, producer: DeviceProducer, samples: Sequence[Sample]) -> ProgressSnapshot:
-    root = open_folder(parts.root.url)
-    join_run(root, parts.identity)
-    stream = join_stream(root, 0, replace(parts.stream_identity, samples=len(samples)), parts.identity)
+def _run_compiled(run: ResolvedRun, producer: DeviceProducer, samples: Sequence[Sample]) -> ProgressSnapshot:
+    """Run the pipeline with a producer whose programs are compiled."""
+    root = open_folder(run.root.url)
+    join_run(root, run.identity)
+    stream = join_stream(root, 0, replace(run.stream_identity, samples=len(samples)), run.identity)
     progress = Progress()
-    with emptied(Path(stream.folder.url)):
-        run_pipeline(samples, producer, Sink(stream), parts.sizes, progress=progress, control=Control())
+    with removing_shards(Path(stream.folder.url)):
+        run_pipeline(samples, producer, Sink(stream), run.sizes, progress=progress, control=Control())
         return progress.snapshot()
 
 
 @contextlib.contextmanager
-def emptied(folder: Path) -> Iterator[None]:
+def removing_shards(folder: Path) -> Iterator[None]:
     """Remove finished shards while the context is open, so that a small RAM disk is enough for a long run."""
-    over = threading.Event()
+    ended = threading.Event()
 
-    def sweep(pool: ThreadPoolExecutor) -> None:
-        while not over.wait(0.02):
+    def remove(pool: ThreadPoolExecutor) -> None:
+        while not ended.wait(0.02):
             list(pool.map(lambda shard: shard.unlink(missing_ok=True), folder.glob("shard_*")))
 
-    with ThreadPoolExecutor(_SWEEPERS) as pool:
-        thread = threading.Thread(target=sweep, args=(pool,), daemon=True)
+    with ThreadPoolExecutor(_REMOVERS) as pool:
+        thread = threading.Thread(target=remove, args=(pool,), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            ended.set()
             thread.join()
 
 
@@ -302,7 +305,7 @@ class Limits:
         return rates
 
 
-def _best(run: Callable[[], object], repeat: int = 3) -> float:
+def _shortest_time(run: Callable[[], object], repeat: int = 3) -> float:
     """Return the shortest of several times, which other load disturbs least."""
     times = []
     for _ in range(repeat):
@@ -324,7 +327,7 @@ def matmul(size: int, dtype: str, times: int = 8) -> float:
     a = jax.random.normal(key, (size, size), jnp.dtype(dtype)) / size**0.5
     step = jax.jit(chain)
     jax.block_until_ready(step(a, a))
-    seconds = _best(lambda: jax.block_until_ready(step(a, a)))
+    seconds = _shortest_time(lambda: jax.block_until_ready(step(a, a)))
     return jax.local_device_count() * times * 2 * size**3 / seconds
 
 
@@ -349,7 +352,7 @@ def bare_forward(producer: DeviceProducer, batches: Sequence[Batch]) -> tuple[fl
         jax.block_until_ready([programs[array.shape](producer.params, array) for array in inputs])
 
     run()
-    seconds = _best(run, 2)
+    seconds = _shortest_time(run, 2)
     lengths = [len(sample) for batch in batches for sample in batch.samples]
     flops = sum(flops_per_token(config, length, layers - 1) * length for length in lengths)
     return sum(lengths) / seconds, flops / seconds
@@ -364,37 +367,37 @@ def device_to_host(producer: DeviceProducer) -> float | None:
     pinned = producer.rows_sharding.with_memory_kind("pinned_host")
     step = jax.jit(lambda x: jax.device_put(x * 1, pinned))
     jax.block_until_ready(step(array))
-    seconds = _best(lambda: jax.block_until_ready([step(array) for _ in range(4)]))
+    seconds = _shortest_time(lambda: jax.block_until_ready([step(array) for _ in range(4)]))
     return 4 * rows * size / seconds
 
 
 def host_copy(folder: Path, files: int, size: int) -> float:
     """Return the bytes/s of checksum and write to new files, one thread each, from uncached memory."""
-    source = np.resize(np.random.default_rng(0).integers(0, 256, 16 * _PIECE, np.uint8), files * size)
+    source = np.resize(np.random.default_rng(0).integers(0, 256, 16 * _WRITE_BYTES, np.uint8), files * size)
 
     def write(number: int, handle: int) -> None:
         own, crc = source[number * size : (number + 1) * size].data, ChunkedCrc()
-        for start in range(0, size, _PIECE):
-            piece = own[start : start + _PIECE]
+        for start in range(0, size, _WRITE_BYTES):
+            piece = own[start : start + _WRITE_BYTES]
             crc.extend(piece)
             os.pwrite(handle, piece, start)
 
-    return files * size / _in_parallel(folder, files, write)
+    return files * size / _time_writers(folder, files, write)
 
 
 def sequential_write(folder: Path, files: int, size: int) -> float:
     """Return the bytes/s written in sequence to new files, one thread each, and synced at the end."""
-    source = np.random.default_rng(0).integers(0, 256, 4 * _PIECE, np.uint8)
+    source = np.random.default_rng(0).integers(0, 256, 4 * _WRITE_BYTES, np.uint8)
 
     def write(_: int, handle: int) -> None:
         for start in range(0, size, source.nbytes):
             os.pwrite(handle, source.data, start)
         os.fsync(handle)
 
-    return files * size / _in_parallel(folder, files, write)
+    return files * size / _time_writers(folder, files, write)
 
 
-def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None]) -> float:
+def _time_writers(folder: Path, files: int, write: Callable[[int, int], None]) -> float:
     """Return the shortest of several times, without creating and removing the files."""
     times = []
     for _ in range(3):
@@ -406,29 +409,30 @@ def _in_parallel(folder: Path, files: int, write: Callable[[int, int], None]) ->
     return min(times)
 
 
-# -- the usual loop ----------------------------------------------------------------------------------------------------
+# -- a plain loop around transformers ----------------------------------------------------------------------------------
 
 
-def _naive(parts: ResolvedRun, folder: Path) -> float | None:
+def _transformers_rate(run: ResolvedRun, folder: Path) -> float | None:
     """Return the rate of transformers on the first prompts, or None if it cannot run the model."""
     missing = any(importlib.util.find_spec(name) is None for name in ("torch", "transformers"))
-    model = parts.files.folder.local_path
+    model = run.files.folder.local_path
     if missing or model is None:
         return None
     import torch
 
-    items = itertools.islice(parts.samples.read(Ranges()), _NAIVE_SAMPLES[jax.default_backend()])
+    items = itertools.islice(run.samples.read(Ranges()), _LOOP_SAMPLES[jax.default_backend()])
     prompts = [item.tokens for item in items if isinstance(item, Sample)]
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     size = 16 if device == "cuda" else 8
-    return run_transformers(model, prompts, device=device, dtype=parts.spec.dtype, batch_size=size, output=folder).rate
+    return run_transformers(model, prompts, device=device, dtype=run.spec.dtype, batch_size=size, output=folder).rate
 
 
-class Naive(NamedTuple):
-    """The result of the usual loop."""
+class LoopResult(NamedTuple):
+    """The result of a plain loop around transformers."""
 
     tokens: int
     computed: int
+    """Tokens with padding."""
     seconds: float
 
     @property
@@ -444,7 +448,7 @@ def run_transformers(
     dtype: str,
     batch_size: int,
     output: Path,
-) -> Naive:
+) -> LoopResult:
     """Run transformers over padded batches with ``output_hidden_states``; copy and save each batch."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -456,14 +460,14 @@ def run_transformers(
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     with torch.inference_mode():
         for batch in batches[:2]:  # the first calls are slower
-            _step(model, batch, device, output)
+            _run_padded(model, batch, device, output)
         began = time.perf_counter()
-        computed = sum(_step(model, batch, device, output) for batch in batches)
+        computed = sum(_run_padded(model, batch, device, output) for batch in batches)
         seconds = time.perf_counter() - began  # each step ends with its rows on the host
-    return Naive(sum(map(len, prompts)), computed, seconds)
+    return LoopResult(sum(map(len, prompts)), computed, seconds)
 
 
-def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path) -> int:
+def _run_padded(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, output: Path) -> int:
     """Run one padded batch; return how many tokens were computed."""
     import torch
 
@@ -471,5 +475,5 @@ def _step(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str, outpu
     ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
     result = model(input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False)
-    torch.save([state.cpu() for state in result.hidden_states[1:]], output / "naive.pt")
+    torch.save([state.cpu() for state in result.hidden_states[1:]], output / "hidden_states.pt")
     return int(ids.numel())

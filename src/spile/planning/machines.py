@@ -21,13 +21,13 @@ from spile.errors import SpecError
 PRICES_AS_OF = "2025-11"
 
 GIB = 1 << 30
-_HOST_CHIPS = 4
+_CHIPS_PER_HOST = 4
 
 Shape = tuple[int, ...]
 
-_FLAT: tuple[Shape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_CORES: tuple[Shape, ...] = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
-_CUBES: tuple[Shape, ...] = (
+_V5E_SHAPES: tuple[Shape, ...] = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_V3_SHAPES: tuple[Shape, ...] = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
+_V4_SHAPES: tuple[Shape, ...] = (
     *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
     *((4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16), (8, 16, 16), (16, 16, 16)),
 )
@@ -61,25 +61,25 @@ class Generation:
     shapes: tuple[Shape, ...]
     """The available grids, smallest first."""
     hbm_gib: float
-    """A chip."""
+    """Memory per chip."""
     tflops: float
-    """bf16, per chip, at peak."""
+    """Peak of a chip in bf16."""
     gke: str
     """The value of ``cloud.google.com/gke-tpu-accelerator``."""
     price: Price
-    """A chip, an hour."""
+    """Per chip and hour."""
 
 
 # Sources: Cloud TPU's system-architecture and pricing pages. The $4.00 and $1.35 for a v3-8 in the old guides are not
 # its list prices.
 # fmt: off
 GENERATIONS: tuple[Generation, ...] = (
-    Generation("v2", "v2", 2, 2, (4,), _CORES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
-    Generation("v3", "v3", 2, 2, (4,), _CORES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
-    Generation("v4", "v4", 2, 1, (4,), _CUBES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
-    Generation("v5e", "v5litepod", 1, 1, (1, 4, 8), _FLAT, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
-    Generation("v5p", "v5p", 2, 1, (4,), _CUBES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
-    Generation("v6e", "v6e", 1, 1, (1, 4, 8), _FLAT, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
+    Generation("v2", "v2", 2, 2, (4,), _V3_SHAPES[:6], 16, 46, "tpu-v2-podslice", Price(1.125, 0.3375)),
+    Generation("v3", "v3", 2, 2, (4,), _V3_SHAPES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
+    Generation("v4", "v4", 2, 1, (4,), _V4_SHAPES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
+    Generation("v5e", "v5litepod", 1, 1, (1, 4, 8), _V5E_SHAPES, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
+    Generation("v5p", "v5p", 2, 1, (4,), _V4_SHAPES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
+    Generation("v6e", "v6e", 1, 1, (1, 4, 8), _V5E_SHAPES, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
 )
 # fmt: on
 
@@ -115,11 +115,11 @@ class Machine:
     """As JAX counts them."""
     hosts: int
     hbm_bytes: int
-    """A chip."""
+    """Memory per chip."""
     tflops: float
-    """A chip, bf16, at peak."""
+    """Peak of a chip in bf16."""
     price: Price
-    """The whole machine, an hour."""
+    """Per hour, for all chips."""
     gke: str = ""
 
     @property
@@ -145,14 +145,14 @@ class Prices:
     chip_hour: Mapping[str, Price]
     """By generation."""
     machine_hour: Mapping[str, Price] = field(default_factory=dict)
-    """By a machine's own name; wins over its generation's."""
+    """By the name of a machine; replaces the price of its generation."""
     machines: Mapping[str, Machine] = field(default_factory=dict)
     """Machines that the user defines, such as GPUs."""
     storage_gb_month: float = 0.020
     """Dollars per GB (10⁹ bytes) and month: standard storage in one region."""
 
     def warning(self, today: date) -> str:
-        """Return a warning if the prices are a year old, or an empty string. A date that cannot be read has no age."""
+        """Return a warning if the prices are a year old; otherwise, or if the date is unknown, an empty string."""
         found = re.match(r"(\d{4})-(0[1-9]|1[0-2])\b", self.as_of)
         if found is None or today < date(int(found[1]) + 1, int(found[2]), 1):
             return ""
@@ -171,27 +171,27 @@ def list_prices() -> Prices:
 def parse_machine(text: str, prices: Prices | None = None) -> Machine:
     """Return the machine, with its price, for any spelling of a topology."""
     prices = prices or list_prices()
-    word = text.strip().lower()
-    if word in prices.machines:
-        return prices.machines[word]
-    found = re.fullmatch(r"(?P<family>.+?)[:-](?P<size>\d+(?:x\d+)*)", word)  # families contain dashes themselves
+    name = text.strip().lower()
+    if name in prices.machines:
+        return prices.machines[name]
+    found = re.fullmatch(r"(?P<family>.+?)[:-](?P<size>\d+(?:x\d+)*)", name)  # families contain dashes themselves
     generation = BY_SPELLING.get(found["family"]) if found else None
     if found is None or generation is None:
         examples = ", ".join(["v3-8", "v4-8", "v5litepod-64", "v5e:8x8", "v5p-8", "v6e-8", *sorted(prices.machines)])
         raise SpecError("--topology", expected=f"a machine such as {examples}", found=repr(text))
     asked = [int(part) for part in found["size"].split("x")]
     if len(asked) == 3 and asked[2] == 1 and len(generation.shapes[0]) == 2:
-        asked.pop()  # JAX's compiler wants three numbers for a v3 (v3:2x2x1) where Cloud TPU says 2x2
-    machines = [_slice(generation, shape) for shape in generation.shapes]
+        asked.pop()  # JAX's compiler has three numbers for a v3 (v3:2x2x1), Cloud TPU has two (2x2)
+    machines = [_make_slice(generation, shape) for shape in generation.shapes]
     for machine in machines:
-        count = [machine.cores]  # of a generation with one core per chip, the number of chips
-        if asked == count or sorted(asked) == sorted(machine.shape):
+        # Of a generation with one core per chip, the number of cores is the number of chips.
+        if asked == [machine.cores] or sorted(asked) == sorted(machine.shape):
             return replace(machine, price=prices.of(machine))
-    offered = ", ".join(f"{machine.name} ({machine.grid})" for machine in machines)
-    raise SpecError(f"--topology {text}: {generation.name} has no such slice", expected=f"one of {offered}")
+    available = ", ".join(f"{machine.name} ({machine.grid})" for machine in machines)
+    raise SpecError(f"--topology {text}: {generation.name} has no such slice", expected=f"one of {available}")
 
 
-def _slice(generation: Generation, shape: Shape) -> Machine:
+def _make_slice(generation: Generation, shape: Shape) -> Machine:
     chips = math.prod(shape)
     cores = chips * generation.cores_per_chip
     grid = (*shape, 1) if generation.name in ("v2", "v3") else shape
@@ -203,7 +203,7 @@ def _slice(generation: Generation, shape: Shape) -> Machine:
         chips=chips,
         cores=cores,
         devices=chips * generation.devices_per_chip,
-        hosts=1 if chips in generation.one_host_chips else chips // _HOST_CHIPS,
+        hosts=1 if chips in generation.one_host_chips else chips // _CHIPS_PER_HOST,
         hbm_bytes=int(generation.hbm_gib * GIB),
         tflops=generation.tflops,
         price=generation.price.times(chips),
@@ -212,7 +212,7 @@ def _slice(generation: Generation, shape: Shape) -> Machine:
 
 
 def known_machines() -> tuple[Machine, ...]:
-    return tuple(_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes)
+    return tuple(_make_slice(generation, shape) for generation in GENERATIONS for shape in generation.shapes)
 
 
 GPUS: Mapping[str, tuple[float, float]] = {
@@ -229,13 +229,13 @@ HERE = "this machine"
 def gpus(name: str, count: int = 1) -> Machine:
     """Return a machine with GPUs. It has no price: that depends on the provider, and ``--prices`` can give it."""
     memory, tflops = GPUS[name]
-    return _unpriced(f"{count} × {name}" if count > 1 else name, count, memory * GIB, tflops)
+    return _without_price(f"{count} × {name}" if count > 1 else name, count, memory * GIB, tflops)
 
 
 def gpus_here(names: Sequence[str]) -> Machine | None:
     """Return the machine with the GPUs that nvidia-smi names, or None if there is none or one is unknown."""
     words = [name.upper().replace(" ", "") for name in names]
-    known = [next((key for key in sorted(GPUS, key=len, reverse=True) if key in word), None) for word in words]
+    known = [next((key for key in sorted(GPUS, key=len, reverse=True) if key in name), None) for name in words]
     if not known or None in known or len(set(known)) > 1:
         return None
     return replace(gpus(str(known[0]), len(known)), name=HERE)
@@ -243,18 +243,18 @@ def gpus_here(names: Sequence[str]) -> Machine | None:
 
 def processors_here(memory: int, flops: float) -> Machine:
     """Return this machine without a GPU: its processors are one device, whose rate was measured."""
-    return _unpriced(HERE, 1, memory, flops / 1e12)
+    return _without_price(HERE, 1, memory, flops / 1e12)
 
 
-def _unpriced(name: str, chips: int, memory: float, tflops: float) -> Machine:
+def _without_price(name: str, chips: int, memory: float, tflops: float) -> Machine:
     return Machine(name, "", "", (chips,), chips, chips, chips, 1, int(memory), tflops, Price(0, 0))
 
 
 def parse_planned(text: str, prices: Prices | None = None) -> Machine:
     """Return the machine for a forecast: as :func:`parse_machine`, or GPUs such as ``H100`` and ``h100-8``."""
     name, _, count = text.strip().upper().partition("-")
-    own = prices is not None and text.strip().lower() in prices.machines
-    if not own and name in GPUS and (not count or (count.isdecimal() and 0 < int(count) <= 64)):
+    defined = prices is not None and text.strip().lower() in prices.machines
+    if not defined and name in GPUS and (not count or (count.isdecimal() and 0 < int(count) <= 64)):
         return gpus(name, int(count or 1))
     return parse_machine(text, prices)
 
@@ -266,26 +266,28 @@ def prices_from(raw: Mapping[str, Any], source: str) -> Prices:
     if unknown := sorted(set(raw) - set(known)):
         raise SpecError(source, expected=", ".join(known), found=", ".join(map(repr, unknown)))
     chip_hour = dict(base.chip_hour)
-    for word, value in raw.get("chip_hour", {}).items():
-        generation = BY_SPELLING.get(word.lower())
+    for name, value in raw.get("chip_hour", {}).items():
+        generation = BY_SPELLING.get(name.lower())
         if generation is None:
             names = ", ".join(row.name for row in GENERATIONS)
-            raise SpecError(f"{source}: chip_hour", expected=f"one of {names}", found=repr(word))
-        chip_hour[generation.name] = _price(value, f"{source}: chip_hour.{word}")
+            raise SpecError(f"{source}: chip_hour", expected=f"one of {names}", found=repr(name))
+        chip_hour[generation.name] = _read_price(value, f"{source}: chip_hour.{name}")
     return Prices(
         as_of=str(raw.get("as_of", base.as_of)),
         source=source,
         chip_hour=chip_hour,
         machine_hour={
-            parse_machine(word).name: _price(value, f"{source}: machine_hour.{word}")
-            for word, value in raw.get("machine_hour", {}).items()
+            parse_machine(name).name: _read_price(value, f"{source}: machine_hour.{name}")
+            for name, value in raw.get("machine_hour", {}).items()
         },
-        machines={word.lower(): _own(word, value, source) for word, value in raw.get("machines", {}).items()},
-        storage_gb_month=_number(raw.get("storage_gb_month", base.storage_gb_month), f"{source}: storage_gb_month"),
+        machines={name.lower(): _read_machine(name, value, source) for name, value in raw.get("machines", {}).items()},
+        storage_gb_month=_read_number(
+            raw.get("storage_gb_month", base.storage_gb_month), f"{source}: storage_gb_month"
+        ),
     )
 
 
-def _number(value: object, where: str, *, whole: bool = False) -> float:
+def _read_number(value: object, where: str, *, whole: bool = False) -> float:
     """Return a number from a price file: 0 or more, or a whole number from 1."""
     kinds = int if whole else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not int(whole) <= value < math.inf:
@@ -294,22 +296,22 @@ def _number(value: object, where: str, *, whole: bool = False) -> float:
     return value
 
 
-def _price(value: object, where: str) -> Price:
+def _read_price(value: object, where: str) -> Price:
     if not isinstance(value, Mapping) or "on_demand" not in value:
         raise SpecError(where, expected="{ on_demand = …, preemptible = … }", found=repr(value))
-    on_demand = _number(value["on_demand"], where)
-    return Price(on_demand, _number(value.get("preemptible", on_demand), where))
+    on_demand = _read_number(value["on_demand"], where)
+    return Price(on_demand, _read_number(value.get("preemptible", on_demand), where))
 
 
-def _own(name: str, value: object, source: str) -> Machine:
+def _read_machine(name: str, value: object, source: str) -> Machine:
     where = f"{source}: machines.{name}"
     if not isinstance(value, Mapping) or not {"chips", "hbm_gib", "tflops"} <= set(value):
         raise SpecError(where, expected="chips, hbm_gib, tflops, on_demand and, if not 1, hosts", found=repr(value))
-    chips, hosts = (int(_number(value.get(key, 1), f"{where}.{key}", whole=True)) for key in ("chips", "hosts"))
+    chips, hosts = (int(_read_number(value.get(key, 1), f"{where}.{key}", whole=True)) for key in ("chips", "hosts"))
     if chips % hosts:
         raise SpecError(where, expected="chips that divide over the hosts", found=f"{chips} chips, {hosts} hosts")
-    tflops = _number(value["tflops"], where)
+    tflops = _read_number(value["tflops"], where)
     if not tflops:
         raise SpecError(f"{where}.tflops", expected="more than 0", found=0)
-    made = _unpriced(name, chips, _number(value["hbm_gib"], where) * GIB, tflops)
-    return replace(made, hosts=hosts, price=_price(value, where))
+    machine = _without_price(name, chips, _read_number(value["hbm_gib"], where) * GIB, tflops)
+    return replace(machine, hosts=hosts, price=_read_price(value, where))

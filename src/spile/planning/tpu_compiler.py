@@ -20,7 +20,7 @@ from typing import Any
 
 from spile.errors import Failure, SpecError
 from spile.models.architecture import ModelConfig
-from spile.planning.machines import parse_machine
+from spile.planning.machines import Machine, parse_machine
 from spile.spec.taps import Tap
 
 _ENVIRONMENT = {
@@ -29,10 +29,10 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-_TRIES = 6
-_FULL = 0.9
+_MOST_COMPILATIONS = 6
+_FULL_FRACTION = 0.9
 """A batch that uses this fraction of the memory is large enough."""
-_NEAR = 1.15
+_NEAR_FACTOR = 1.15
 """A batch within this factor of one that does not fit is large enough."""
 
 
@@ -85,28 +85,27 @@ def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterato
     """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
     if not available():
         raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="run: pip install 'spile[tpu]'")
-    ask = functools.partial(_compile, program)
     if find_largest:
-        yield from _bisect(ask, rows)
+        yield from _bisect(functools.partial(_compile, program), rows)
     else:
-        yield ask(rows)
+        yield _compile(program, rows)
 
 
-def _bisect(ask: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
+def _bisect(compile_for: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
     """Search between a batch that fits and one that does not, starting from how much memory was left."""
     low: Fit | None = None
     too_many: int | None = None
-    for _ in range(_TRIES):
-        fit = ask(rows)
+    for _ in range(_MOST_COMPILATIONS):
+        fit = compile_for(rows)
         yield fit
         if fit.fits:
             low = fit
-            if fit.peak >= _FULL * fit.memory:
+            if fit.peak >= _FULL_FRACTION * fit.memory:
                 return
         else:
             too_many = rows
         if low is not None and too_many is not None:
-            if too_many <= low.rows + 1 or too_many <= low.rows * _NEAR:
+            if too_many <= low.rows + 1 or too_many <= low.rows * _NEAR_FACTOR:
                 return
             rows = max(low.rows + 1, round((low.rows * too_many) ** 0.5))
         elif low is not None:
@@ -154,7 +153,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     from spile.worker.mesh import MeshPlan, default_shape, make_mesh
 
     machine, config = parse_machine(program.machine), program.config
-    devices = _topology_devices(program.machine)
+    devices = topology_devices(machine)
     memory = machine.hbm_bytes * machine.chips // len(devices)
     layers, head = layers_needed(program.taps, config.n_layers), head_needed(program.taps)
     itemsize = jnp.dtype(program.dtype).itemsize
@@ -170,7 +169,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
         dtype=program.dtype,
         runs=runs,
     )
-    known = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(itemsize, layers, head=head))
+    no_fit = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(itemsize, layers, head=head))
     began = time.perf_counter()
     try:
         compiled = producer.compile((rows, program.length, rows * program.length))
@@ -178,12 +177,12 @@ def compile_rows(program: Program, rows: int) -> Fit:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         why = " ".join(str(error).split())[:300]
-        return dataclasses.replace(known, seconds=time.perf_counter() - began, why=why)
+        return dataclasses.replace(no_fit, seconds=time.perf_counter() - began, why=why)
     used: Any = compiled.memory_analysis()
     output = used.output_size_in_bytes  # stays on the device and is sent while the next programs run
     peak = used.peak_memory_in_bytes + used.generated_code_size_in_bytes + (AHEAD - 1) * output
     return dataclasses.replace(
-        known,
+        no_fit,
         fits=peak <= memory,
         peak=peak,
         temporary=used.temp_size_in_bytes,
@@ -192,17 +191,17 @@ def compile_rows(program: Program, rows: int) -> Fit:
     )
 
 
-def _topology_devices(machine: str) -> list[Any]:
+def topology_devices(machine: Machine) -> list[Any]:
+    """Return the devices of a machine as JAX's compiler describes them."""
     from jax.experimental import topologies
 
-    kind = parse_machine(machine)
-    if not kind.topology:
-        raise SpecError("--topology", expected="a TPU", found=machine)
-    more: dict[str, Any] = {"chip_config_name": "megacore"} if kind.generation == "v4" else {}
-    if kind.hosts == 1 and kind.chips in (1, 8):
+    if not machine.topology:
+        raise SpecError("--topology", expected="a TPU", found=machine.name)
+    more: dict[str, Any] = {"chip_config_name": "megacore"} if machine.generation == "v4" else {}
+    if machine.hosts == 1 and machine.chips in (1, 8):
         # The compiler assumes hosts of 2 × 2 chips; these are one host of another shape.
-        more["chips_per_host_bounds"] = (*kind.shape, 1)
-    description = topologies.get_topology_desc(platform="tpu", topology_name=kind.topology, **more)
+        more["chips_per_host_bounds"] = (*machine.shape, 1)
+    description = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology, **more)
     return list(description.devices)
 
 
