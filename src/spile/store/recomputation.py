@@ -50,10 +50,10 @@ FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 devices and batch shapes differ by, and half a unit of the 16-bit dtypes."""
 _IDS_FLOOR = 1 / 6
 """The least noise of a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
-_NARROW = 8
+_NARROW_WIDTH = 8
 """A narrower row, such as a loss, may be almost 0, so its distance is relative to the tap's median norm."""
 
-_FEWEST = 4
+_LEAST_GAIN_ROWS = 4
 """A sample of fewer rows is not judged by its gain: a few noisy rows may agree by chance."""
 
 _Array = npt.NDArray[Any]
@@ -128,7 +128,7 @@ class _Measured:
     fresh_gain: npt.NDArray[np.float64]
     """``[taps, rows]``: how much longer the rows of the first computation are than those of the reference."""
     gain: npt.NDArray[np.float64]
-    """``[taps]``: how much longer the stored rows are than those of the first computation, as :func:`_common`."""
+    """``[taps]``: how much longer the stored rows are than those of the first computation (:func:`_common_change`)."""
     middle: npt.NDArray[np.float64]
     """``[taps]``: the largest median distance of any computation so far, with the error of the encoding."""
     drift: npt.NDArray[np.float64]
@@ -142,7 +142,9 @@ class _Measured:
         noise, encoding, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
         middle, change = _median(np.hypot(noise, encoding)), gain - along
         drift = np.zeros(len(middle))
-        return cls(stream, sample, noise, encoding, stored, along, _common(change), middle, drift, _spread(change))
+        return cls(
+            stream, sample, noise, encoding, stored, along, _common_change(change), middle, drift, _spread(change)
+        )
 
     def add(self, values: _Array, least: _Array) -> None:
         """Add the noise of another computation."""
@@ -150,7 +152,7 @@ class _Measured:
         self.noise = np.fmax(self.noise, noise)
         self.middle = np.fmax(self.middle, _median(np.hypot(noise, encoding)))
         change = along - self.fresh_gain
-        self.drift = np.fmax(self.drift, np.abs(_common(change)))
+        self.drift = np.fmax(self.drift, np.abs(_common_change(change)))
         self.spread = np.fmax(self.spread, _spread(change))
 
     @property
@@ -171,7 +173,7 @@ def _spread(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return 1.48 * _median(np.abs(changes - _median(changes)[:, None]))
 
 
-def _common(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _common_change(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return, for ``[taps, rows]``, the change nearest 0 that all rows have in the same direction, or 0.
 
     A quarter of the rows at either end is left out, and none of fewer than eight.
@@ -275,7 +277,7 @@ class _Judge:
 
         found = dict(compute(range(len(chosen)), 0))
         norms = np.concatenate([values[:, 0] for values in found.values()], axis=1)
-        share = np.array([1.0 if kind.width < _NARROW else 2.0**-20 for kind in self.kinds])
+        share = np.array([1.0 if kind.width < _NARROW_WIDTH else 2.0**-20 for kind in self.kinds])
         least = np.maximum(_median(np.nan_to_num(norms.astype(np.float64))) * share, 1e-30)[:, None]
         for number, each in enumerate(chosen):
             if number in damaged:
@@ -285,12 +287,12 @@ class _Judge:
         every = [each.noise for each in self.samples.values()]
         self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
         for variant in range(1, VARIANTS + 1):
-            again = [number for number, each in self.samples.items() if self._wrong(each).any()]
+            again = [number for number, each in self.samples.items() if self._broken_taps(each).any()]
             if not again:
                 break
             for number, values in compute(again, variant):
                 self.samples[number].add(values, least)
-        self.problems += self._wrong_samples()
+        self.problems += self._find_problems()
 
     def _row_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         return np.asarray(np.maximum(ROW * self.typical, OWN * each.noise) + ENCODING * each.encoding)
@@ -303,23 +305,23 @@ class _Judge:
         deviation = each.spread / max(1, each.rows) ** 0.5
         return np.asarray(2 * self.floor[:, 0] + SAMPLE * each.drift + GAIN * deviation)
 
-    def _wrong(self, each: _Measured) -> npt.NDArray[np.bool_]:
+    def _broken_taps(self, each: _Measured) -> npt.NDArray[np.bool_]:
         """Return ``[taps]``: whether one of the rules is broken. A distance that is NaN breaks them."""
         right = (each.stored <= self._row_limits(each)).all(axis=1)
         right &= _median(each.stored) <= self._sample_limits(each)
-        if each.rows >= _FEWEST:
+        if each.rows >= _LEAST_GAIN_ROWS:
             right &= np.abs(each.gain) <= self._gain_limits(each)
         return np.asarray(~right)
 
-    def _wrong_samples(self) -> list[Problem]:
+    def _find_problems(self) -> list[Problem]:
         found = []
         for each in self.samples.values():
-            for tap in np.flatnonzero(self._wrong(each)).tolist():
-                text = f"sample {each.sample.index} at {self.kinds[tap].name}: {self._why(each, tap)}"
+            for tap in np.flatnonzero(self._broken_taps(each)).tolist():
+                text = f"sample {each.sample.index} at {self.kinds[tap].name}: {self._describe_error(each, tap)}"
                 found.append(Problem("wrong", each.stream.folder.url, text))
         return found
 
-    def _why(self, each: _Measured, tap: int) -> str:
+    def _describe_error(self, each: _Measured, tap: int) -> str:
         own, limits = each.stored[tap], self._row_limits(each)[tap]
         middle, limit = _median(each.stored)[tap], self._sample_limits(each)[tap]
         fresh = f"a new {self.dtype} computation"
@@ -354,7 +356,7 @@ class _Judge:
         shares = [
             (stored / limits).max(axis=1, initial=0.0),
             (np.stack([_median(each.stored) for each in samples]) / whole).max(axis=0),
-            (np.stack([np.abs(each.gain) * (each.rows >= _FEWEST) for each in samples]) / gains).max(axis=0),
+            (np.stack([np.abs(each.gain) * (each.rows >= _LEAST_GAIN_ROWS) for each in samples]) / gains).max(axis=0),
         ]
         middle, stored_middle, row_limits = _median(fresh), _median(stored), _median(limits)
         return [

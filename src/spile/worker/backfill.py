@@ -92,7 +92,7 @@ def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: thre
     )
 
 
-def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
+def _read_matching_run(spec: BackfillSpec, root: Folder) -> RunIdentity:
     """Return the run of the dataset; refuse settings that differ from it."""
     run = read_run(root)
     if run is None:
@@ -127,7 +127,7 @@ def refuse_other_numbers(spec: BackfillSpec, root: Folder) -> RunIdentity:
     return run
 
 
-def finished_streams(spec: BackfillSpec, root: Folder, streams: Sequence[Stream]) -> list[Stream]:
+def _choose_finished_streams(spec: BackfillSpec, root: Folder, streams: Sequence[Stream]) -> list[Stream]:
     """Return the streams to add to; refuse streams that are not finished."""
     chosen = [stream for stream in streams if spec.worker_id in (None, stream.number)]
     if not chosen:
@@ -156,7 +156,7 @@ def _unfinished(root: Folder, found: str) -> SpecError:
     )
 
 
-def refuse_taps_there(taps: Sequence[Tap], streams: Sequence[Stream]) -> None:
+def _refuse_existing_taps(taps: Sequence[Tap], streams: Sequence[Stream]) -> None:
     """Refuse taps that the dataset has, and taps of an unfinished addition with other taps."""
     names = tuple(map(str, taps))
     for stream in streams:
@@ -179,7 +179,7 @@ def _taps_exist(taps: set[str], found: str) -> SpecError:
 def add_to_stream(
     stream: Stream,
     store: StreamStore,
-    left: Sequence[ShardRecord],
+    remaining: Sequence[ShardRecord],
     producer: Producer,
     sizes: Sizes,
     *,
@@ -187,14 +187,15 @@ def add_to_stream(
     progress: Progress,
     after_commit: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Compute the added taps for the shards that are ``left``.
+    """Compute the added taps for the remaining shards.
 
     Returns:
         False if the control stopped it; incomplete shards are dropped.
 
     """
-    tasks = shard_tasks(stream, left, replace(sizes, groups=producer.groups))
-    finished = Pipeline(producer, _AlignedSink(store, left, after_commit), control, progress, sizes).run(tasks)
+    tasks = _shard_tasks(stream, remaining, replace(sizes, groups=producer.groups))
+    sink = _AlignedSink(store, after_commit, remaining)
+    finished = Pipeline(producer, sink, control, progress, sizes).run(tasks)
     if finished:
         finish_addition(stream, store)
     return finished
@@ -210,22 +211,22 @@ def finish_addition(stream: Stream, store: StreamStore) -> None:
     store.finish()
 
 
-def shard_tasks(stream: Stream, left: Iterable[ShardRecord], sizes: Sizes) -> Iterator[ShardTask]:
-    """Yield a task for each shard that is ``left``, with the same samples in the same order."""
+def _shard_tasks(stream: Stream, shards: Iterable[ShardRecord], sizes: Sizes) -> Iterator[ShardTask]:
+    """Yield a task for each shard, with the same samples in the same order."""
     known: list[int] = []
-    for record in left:
-        samples = _samples(stream.open(record))
+    for record in shards:
+        samples = _read_samples(stream.open(record))
         yield ShardTask(tuple(batches_in_order(samples, sizes, known)), undivided=True)
 
 
-def _samples(shard: ShardReader) -> list[Sample]:
+def _read_samples(shard: ShardReader) -> list[Sample]:
     """Read the samples of a stored shard as they were computed."""
     names = (CONTEXT, CONTEXT_OFFSETS) if CONTEXT in shard.header.places else ("tokens", "offsets")
-    every, starts = map(shard.read_tensor, names)
+    all_tokens, starts = map(shard.read_tensor, names)
     found = []
     for place, note in enumerate(shard.notes):
         start, stop = shard.bounds(place)
-        tokens, positions = every[starts[place] : starts[place + 1]], shard.positions(start, stop)
+        tokens, positions = all_tokens[starts[place] : starts[place + 1]], shard.positions(start, stop)
         roles = np.zeros(len(tokens), np.uint8)
         roles[positions] = shard.read_tensor("roles")[start:stop]
         found.append(Sample(**{**known_fields(Sample, note), "tokens": tokens, "roles": roles, "positions": positions}))
@@ -236,14 +237,14 @@ class _AlignedSink(Sink):
     """A sink that commits a shard only if it holds the same rows, in the same order, as one of the dataset's."""
 
     def __init__(
-        self, store: StreamStore, wanted: Iterable[ShardRecord], after_commit: Callable[[], None] = lambda: None
+        self, store: StreamStore, after_commit: Callable[[], None], shards_of_dataset: Iterable[ShardRecord]
     ) -> None:
         super().__init__(store, after_commit)
-        self._wanted: set[Alignment] = {alignment(record) for record in wanted}
+        self._alignments: set[Alignment] = {alignment(record) for record in shards_of_dataset}
 
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         """Check the shard, then commit it."""
-        if record is not None and alignment(record) not in self._wanted:
+        if record is not None and alignment(record) not in self._alignments:
             raise Damaged(
                 f"{record.name} holds other rows than the dataset's own shard of the same samples",
                 expected="the same samples, tokens and roles in the same order",
@@ -269,7 +270,7 @@ class _Backfill:
 
     @property
     def extraction(self) -> ExtractSpec:
-        """The run spec that the producer and the sizes are derived from."""
+        """The spec of an extraction from which the producer and the sizes are derived."""
         run, asked = self.run, self.spec
         answer = 0 if run.generation is None else run.generation.max_new_tokens
         return ExtractSpec(
@@ -303,7 +304,7 @@ class _Backfill:
         def prepare(producer: DeviceProducer) -> None:
             stream = next(stream for stream in self.streams if self.remaining(stream))
             sizes = replace(self.sizes, groups=producer.groups)
-            producer.prepare(next(shard_tasks(stream, self.remaining(stream), sizes)).batches[0])
+            producer.prepare(next(_shard_tasks(stream, self.remaining(stream), sizes)).batches[0])
 
         steering = steering_of_run(self.run, self.files.config)
         return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare, steering)
@@ -320,13 +321,13 @@ class _Backfill:
         self, stream: Stream, store: StreamStore, producer: Producer, progress: Progress, control: Control
     ) -> bool:
         """Add the taps to one stream. Return False if stopped early."""
-        left = self.remaining(stream)
+        remaining = self.remaining(stream)
         remove_remains(store.folder)
         progress.phase(Phase.RUNNING)
-        expected = sum(shard.count for shard in left)
+        expected = sum(shard.count for shard in remaining)
         with StatusFiles(self.extraction, store, progress, pulse=True, expected=expected) as status:
             finished = add_to_stream(
-                stream, store, left, producer, self.sizes, control=control, progress=progress,
+                stream, store, remaining, producer, self.sizes, control=control, progress=progress,
                 after_commit=status.committed,
             )  # fmt: skip
             progress.phase(Phase.DONE if finished else Phase.STOPPED)  # for the last heartbeat
@@ -337,9 +338,9 @@ class _Backfill:
 
 def _check(spec: BackfillSpec, root: Folder) -> _Backfill:
     """Check everything that can be checked before the weights are loaded. Nothing is written."""
-    run = refuse_other_numbers(spec, root)
-    streams = finished_streams(spec, root, open_streams(root, run))
-    refuse_taps_there(spec.taps, streams)
+    run = _read_matching_run(spec, root)
+    streams = _choose_finished_streams(spec, root, open_streams(root, run))
+    _refuse_existing_taps(spec.taps, streams)
     files, backend = model_of_run(run, root.url, spec.model, spec.revision, tokenizer=True)
     use_device(spec.device, backend)
     refuse_mean_of_ids(run.positions, spec.taps)

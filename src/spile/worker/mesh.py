@@ -40,7 +40,7 @@ RULES: Mapping[str, str | None] = {
 }
 """Logical axis → mesh axis; None means replicated."""
 
-_WEIGHTS_PART = 0.4
+_WEIGHTS_FRACTION = 0.4
 """The fraction of device memory that weights may take; the rest is for activations."""
 
 
@@ -84,8 +84,8 @@ class MeshPlan:
         """Return the attention implementation, mapped over the mesh if the compiler cannot partition it."""
         if name == "xla" or mesh.size == 1:
             return name
-        whole_heads = self.config.n_heads % self.model == 0 and self.config.n_kv_heads % self.model == 0
-        if self.model == 1 or not whole_heads:
+        heads_divide = self.config.n_heads % self.model == 0 and self.config.n_kv_heads % self.model == 0
+        if self.model == 1 or not heads_divide:
             # Heads do not divide evenly: each device of a model-parallel set computes a part of the batch rows.
             return attention_over_mesh(name, mesh, AXES, None)
         return attention_over_mesh(name, mesh, "data", "model")
@@ -133,7 +133,7 @@ def default_shape(
         return devices, 1
     for width in (width for width in range(1, devices) if devices % width == 0):
         plan = MeshPlan(config, devices // width, width)
-        if plan.weight_bytes(itemsize, n_layers, head=head) <= _WEIGHTS_PART * memory:
+        if plan.weight_bytes(itemsize, n_layers, head=head) <= _WEIGHTS_FRACTION * memory:
             return plan.data, plan.model
     return 1, devices
 
@@ -147,7 +147,7 @@ def arrange_devices(
     head: bool = False,
     log: Callable[[str], None] = lambda _line: None,
 ) -> tuple[Mesh, MeshPlan]:
-    """Arrange all devices for a model, in ``shape`` if it is given; log which weights each of them holds as a whole."""
+    """Arrange all devices for a model, in ``shape`` if it is given; log the weights that are replicated."""
     itemsize = jnp.dtype(dtype).itemsize
     shape = shape or default_shape(config, jax.device_count(), itemsize, device_memory(), n_layers, head=head)
     plan = MeshPlan(config, *shape)
@@ -173,31 +173,31 @@ def select_device(device: str) -> str:
         platform = jax.default_backend()
     except RuntimeError as error:
         jax.config.update("jax_platforms", before)
-        raise _no_device(device, str(error)) from error
+        raise _device_error(device, str(error)) from error
     if platform == _PLATFORMS.get(device, platform):
         return platform
     jax.config.update("jax_platforms", before)
-    raise _no_device(device, f"this process already runs JAX on {platform}; start another one")
+    raise _device_error(device, f"this process already runs JAX on {platform}; start another one")
 
 
-def _no_device(device: str, why: str) -> SpecError:
+def _device_error(device: str, why: str) -> SpecError:
     if device == "cuda":
         plugin = any("cuda" in each.name for each in entry_points(group="jax_plugins"))
-        return no_gpu("" if plugin else "JAX has no CUDA plugin", "run: pip install 'spile[cuda]'", why)
+        return gpu_error("" if plugin else "JAX has no CUDA plugin", "run: pip install 'spile[cuda]'", why)
     if device == "tpu" and find_spec("libtpu") is None:
         return SpecError("--device tpu: libtpu is not installed", fix="run: pip install 'spile[tpu]'")
-    if device == "tpu" and not _device_files("accel[0-9]*", "vfio/[0-9]*"):
+    if device == "tpu" and not _has_device_file("accel[0-9]*", "vfio/[0-9]*"):
         fix = "run this command on a TPU VM, or use another --device"
         return SpecError("--device tpu: this machine has no TPU: no /dev/accel0 and no /dev/vfio/0", fix=fix)
     fix = "end other processes that use the device" if device == "tpu" else "check the variable JAX_PLATFORMS"
     return SpecError(f"--device {device}: {why}", fix=fix)
 
 
-def _device_files(*patterns: str) -> bool:
+def _has_device_file(*patterns: str) -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in patterns)
 
 
-def no_gpu(missing: str, install: str, why: str) -> SpecError:
+def gpu_error(missing: str, install: str, why: str) -> SpecError:
     """Return the error for a GPU that cannot be used.
 
     Args:
@@ -208,7 +208,7 @@ def no_gpu(missing: str, install: str, why: str) -> SpecError:
     cpu = "or use --device cpu"
     if missing:
         return SpecError(f"--device cuda: {missing}", fix=f"{install}, {cpu}")
-    if not _device_files("nvidia[0-9]*", "dxg"):
+    if not _has_device_file("nvidia[0-9]*", "dxg"):
         return SpecError(
             "--device cuda: this machine has no NVIDIA GPU, or its driver is not loaded: no /dev/nvidia0",
             fix=f"check that nvidia-smi lists the GPU, start a container with --gpus all, {cpu}",

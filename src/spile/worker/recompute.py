@@ -37,7 +37,7 @@ _BATCH_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30, "tpu": 1 << 30}
 """The largest size of a batch's float32 rows at all taps together."""
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0"}
 """The search for the fastest float32 kernels takes 42 s on an H200; cuBLAS chooses well without it."""
-_CHANGE = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_EMBEDDING_CHANGE = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The largest relative change of the embeddings in a variant: one unit in the last place, for float32 16 of them."""
 
 
@@ -77,7 +77,7 @@ class Recomputer:
         if not samples:
             return
         self._load(tuple(Tap.parse(tap.name) for tap in taps))
-        self._plan = self._one_shape(samples, taps)
+        self._plan = self._plan_one_shape(samples, taps)
         yield from iterate_ahead(self._compute(samples, self._plan, variant), 1)
 
     def _compute(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[SampleRows, SampleRows]]:
@@ -90,11 +90,11 @@ class Recomputer:
             self.fresh_producer.prepare(batch)  # compiles both programs at the same time
             reference = fresh = rows(self.reference_producer, batch)
             if not same:
-                with self._changed_embeddings(variant):
+                with self._with_changed_embeddings(variant):
                     fresh = rows(self.fresh_producer, batch)
             yield reference, fresh
 
-    def _one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> Sizes:
+    def _plan_one_shape(self, samples: Sequence[Sample], taps: Sequence[TapRows]) -> Sizes:
         """Return a plan whose batches all have one shape: that of the previous call if it is long enough."""
         longest = max(map(len, samples))
         if self._plan is not None and self._plan.longest >= longest:
@@ -151,13 +151,13 @@ class Recomputer:
         return TorchProducer([copy.deepcopy(self._model).float()], self._taps, dtype="float32", **same), own
 
     @contextmanager
-    def _changed_embeddings(self, variant: int) -> Iterator[None]:
+    def _with_changed_embeddings(self, variant: int) -> Iterator[None]:
         """Change the embeddings of the fresh producer inside the context; variant 0 changes nothing."""
-        size, producer = _CHANGE[self._run.dtype], self.fresh_producer
+        size, producer = _EMBEDDING_CHANGE[self._run.dtype], self.fresh_producer
         if not variant:
             yield
         elif self._backend == "torch":
-            with _changed_output(self._model.get_input_embeddings(), variant, size):
+            with _with_changed_output(self._model.get_input_embeddings(), variant, size):
                 yield
         else:
             params = producer.params
@@ -171,7 +171,7 @@ class Recomputer:
 
 
 @contextmanager
-def _changed_output(module: Any, variant: int, size: float) -> Iterator[None]:
+def _with_changed_output(module: Any, variant: int, size: float) -> Iterator[None]:
     """Change the output of a PyTorch module; the weights of an embedding may be shared with the head."""
     import torch
 

@@ -21,7 +21,7 @@ from spile.models.architecture import ModelConfig
 from spile.models.families import read_config, refuse_quantized
 from spile.models.model_files import ModelFiles
 from spile.spec.taps import MODULE, Tap, TapRows
-from spile.worker.mesh import no_gpu
+from spile.worker.mesh import gpu_error
 
 Side = Literal["input", "output"]
 
@@ -347,7 +347,7 @@ def torch_devices(device: str = "auto") -> tuple[str, ...]:
     found = () if device == "cpu" else tuple(f"cuda:{number}" for number in range(torch.cuda.device_count()))
     if device == "cuda" and not found:
         built = "" if torch.version.cuda else "PyTorch was installed without CUDA"
-        raise no_gpu(built, "install a build of torch with CUDA (pytorch.org)", "PyTorch sees no GPU")
+        raise gpu_error(built, "install a build of torch with CUDA (pytorch.org)", "PyTorch sees no GPU")
     return found or ("cpu",)
 
 

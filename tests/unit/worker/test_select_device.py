@@ -29,7 +29,7 @@ def with_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_device_files", lambda *_patterns: True)
+    monkeypatch.setattr(mesh, "_has_device_file", lambda *_patterns: True)
 
 
 def test_a_cpu_is_a_cpu() -> None:
@@ -45,7 +45,7 @@ def test_cuda_without_a_plugin_names_the_package(monkeypatch: pytest.MonkeyPatch
 
 def test_cuda_without_a_device_names_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with_plugin(monkeypatch)
-    monkeypatch.setattr(mesh, "_device_files", lambda *_patterns: False)
+    monkeypatch.setattr(mesh, "_has_device_file", lambda *_patterns: False)
     with pytest.raises(SpecError, match="no NVIDIA GPU, or its driver is not loaded: no /dev/nvidia0"):
         mesh.select_device("cuda")
 
@@ -88,7 +88,7 @@ def test_tpu_without_libtpu_and_without_a_tpu(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SpecError, match=r"libtpu is not installed. Run: pip install 'spile\[tpu\]'"):
         mesh.select_device("tpu")
     monkeypatch.setattr(mesh, "find_spec", lambda _name: object())
-    monkeypatch.setattr(mesh, "_device_files", lambda *_patterns: False)
+    monkeypatch.setattr(mesh, "_has_device_file", lambda *_patterns: False)
     with pytest.raises(SpecError, match=r"this machine has no TPU"):
         mesh.select_device("tpu")
 
