@@ -41,7 +41,7 @@ from spile.fleet.home import FleetHome, Lease, _state_key, recorded_deployment
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
 from spile.hosts import guard
-from spile.hosts.files import _probed
+from spile.hosts.files import _parse_probe
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Session
 from spile.models.adapters import find_adapter
@@ -679,7 +679,7 @@ class Targets:
             events.feed_eof()
             process = SimpleNamespace(stdout=output, stderr=events, returncode=255, wait=partial(asyncio.sleep, 0))
             session._process = process  # type: ignore[assignment]
-            await session._follow(process)  # type: ignore[arg-type]
+            await session._read_to_end(process)  # type: ignore[arg-type]
 
         events = [{"event": "ready"}, {"event": "exit", "code": 1, "cause": "c", "left": ["a"]}]
         lines = [guard.MARK + json.dumps(each) for each in [*events, {"event": "refused", "reason": "r"}]]
@@ -687,7 +687,7 @@ class Targets:
         def read(data: bytes) -> None:
             for form in (data, *(guard.MARK.encode() + line for line in data.split(b"\n")[:8])):
                 with_ours(lambda form=form: asyncio.run(ended(form)))  # type: ignore[misc]
-            with_ours(lambda: _probed(host, data))
+            with_ours(lambda: _parse_probe(host, data))
 
         return (*(f"{line}\n".encode() for line in lines), b"rsync\n/home/u\na\0b"), read
 

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from spile.cli.flags import HostFlags, log
 from spile.errors import Failure, SpecError, UserError
-from spile.hosts.files import copy_to, load
+from spile.hosts.files import copy_to, files_to_copy
 from spile.hosts.hosts import Host
 from spile.hosts.run import Job, jobs_for, launch
 from spile.launch.docker import ContainerOptions, build_words, check_hosts, host_script, run_words, stop_script
@@ -50,7 +50,7 @@ def build(
     if not where.given:
         return _run_here(flags, words)
     hosts, target = where.find(), "~/spile-image"
-    files = load(context.absolute(), int(1e9))
+    files = files_to_copy(context.absolute(), int(1e9))
     copy_to(hosts, files, target, where.access())
     log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
     job = Job(shlex.join(build_words(flags, ".", here=False)), target)

@@ -21,7 +21,7 @@ from spile.fleet.install import install_on
 from spile.fleet.logs import LOG_FILES, NO_LOG, UNIT, find_machine, last_heartbeat, read_log, tail_command
 from spile.fleet.manage import hosts_of
 from spile.fleet.provider import Node, NodeState
-from spile.hosts.files import assemble, collect_from, copy_to, load
+from spile.hosts.files import assemble, collect_from, copy_to, files_to_copy
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Job, jobs_for
 from spile.hosts.run import run as run_jobs
@@ -78,7 +78,7 @@ def run(
     line, given, results = flags.line(words), parse_pairs("--env", flags.env), results_folder(flags.logs)
     here, access = Path.cwd(), where.access()
     target = flags.folder or f"~/spile-run/{here.name or 'root'}"
-    files = load(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
+    files = files_to_copy(here, int(flags.copy_limit_gb * 1e9)) if flags.copy else None
     hosts = where.find()
     if flags.install:
         _install_on_hosts(hosts, access)

@@ -22,7 +22,7 @@ from spile.fleet.home import (
     sha256,
     startup_script,
 )
-from spile.hosts.files import copy_to, load
+from spile.hosts.files import copy_to, files_to_copy
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Launched, launch
 from spile.version import __version__
@@ -116,6 +116,6 @@ def install_on(hosts: Sequence[Host], access: Access, *, force: bool = False) ->
             (folder / each).write_bytes(content)
         hashes = {each: sha256(content) for each, content in files.items()}
         (folder / FLEET).write_text(json.dumps({"wheel": name, "hashes": hashes}))
-        copy_to(hosts, load(folder, _LIMIT), f"{INSTALLED}/home", access)
+        copy_to(hosts, files_to_copy(folder, _LIMIT), f"{INSTALLED}/home", access)
     script = _SCRIPT.replace("FORCE", "--force" if force else "")
     return name, launch(hosts, lambda _: script, access=access)

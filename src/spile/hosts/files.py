@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from spile.errors import Damaged, Failure, UserError, untrusted
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import explain, kill, raise_errors
+from spile.hosts.run import kill, raise_errors, ssh_error
 from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM, stream_number
 from spile.store.stream import read_stream
@@ -26,7 +26,7 @@ RESULTS = "spile-run-"
 
 
 @dataclass(frozen=True)
-class CopyList:
+class LocalFiles:
     """The files to copy."""
 
     root: Path
@@ -77,14 +77,14 @@ def _ls_files(git: str, folder: Path, flags: Sequence[str], place: Sequence[str]
     return sorted({name.decode("utf-8", "surrogateescape") for name in listed.split(b"\0") if name})
 
 
-def _git(words: Sequence[str], folder: Path) -> bytes:
-    done = subprocess.run(words, cwd=folder, capture_output=True, check=False)  # noqa: S603
+def _git(command: Sequence[str], folder: Path) -> bytes:
+    done = subprocess.run(command, cwd=folder, capture_output=True, check=False)  # noqa: S603
     if done.returncode != 0:
         raise UserError("git cannot list this directory", found=done.stderr.decode("utf-8", "replace").strip())
     return done.stdout
 
 
-def load(folder: Path, limit: int) -> CopyList:
+def files_to_copy(folder: Path, limit: int) -> LocalFiles:
     """List the files to copy; raise if they exceed ``limit``, which is more likely a mistake than intended."""
     names = [name for name in list_files(folder) if (folder / name).is_symlink() or (folder / name).is_file()]
     size = sum((folder / name).lstat().st_size for name in names)
@@ -99,13 +99,13 @@ def load(folder: Path, limit: int) -> CopyList:
             found=f"{size / 1e9:.1f} GB",
             fix="ignore data in .gitignore, or raise --copy-limit-gb",
         )
-    return CopyList(folder, tuple(names), size)
+    return LocalFiles(folder, tuple(names), size)
 
 
-def copy_to(hosts: Sequence[Host], files: CopyList, target: str, access: Access) -> int:
+def copy_to(hosts: Sequence[Host], files: LocalFiles, target: str, access: Access) -> int:
     """Copy files to ``target`` on every host, as :func:`push` does; return the number of bytes that were sent."""
-    moved = transfer(hosts, access, lambda host: push(host, access, files, target))
-    return sum(each.sent for each in moved)
+    transferred = transfer(hosts, access, lambda host: push(host, access, files, target))
+    return sum(each.sent for each in transferred)
 
 
 _MANIFEST = ".spile-copied"
@@ -121,7 +121,7 @@ _RSYNC = (
 
 
 @dataclass(frozen=True)
-class Moved:
+class Transferred:
     """The result of a transfer."""
 
     files: int
@@ -131,13 +131,15 @@ class Moved:
     """The number of bytes that had to be sent."""
 
 
-def transfer(hosts: Sequence[Host], access: Access, one: Callable[[Host], Coroutine[Any, Any, Moved]]) -> list[Moved]:
-    """Call ``one`` for all hosts at once. The first failure, or Ctrl+C, ends the transfers of all hosts."""
+def transfer(
+    hosts: Sequence[Host], access: Access, copy_one: Callable[[Host], Coroutine[Any, Any, Transferred]]
+) -> list[Transferred]:
+    """Call ``copy_one`` for all hosts at once. The first failure, or Ctrl+C, ends the transfers of all hosts."""
     access.check(hosts)
 
-    async def main() -> list[Moved]:
+    async def main() -> list[Transferred]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(host)) for host in hosts]
+            tasks = [group.create_task(copy_one(host)) for host in hosts]
         return [task.result() for task in tasks]
 
     try:
@@ -148,7 +150,7 @@ def transfer(hosts: Sequence[Host], access: Access, one: Callable[[Host], Corout
 
 
 async def _run(
-    host: Host, words: Sequence[str], given: bytes | IO[bytes] = b"", output: IO[bytes] | None = None
+    host: Host, command: Sequence[str], stdin: bytes | IO[bytes] = b"", output: IO[bytes] | None = None
 ) -> bytes:
     """Run a command with this input; return its output, or write it to ``output``. Raise a one-line error if it fails.
 
@@ -156,31 +158,31 @@ async def _run(
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *words,
-        stdin=pipe if isinstance(given, bytes) else given,
+        *command,
+        stdin=pipe if isinstance(stdin, bytes) else stdin,
         stdout=output or pipe,
         stderr=pipe,
         start_new_session=True,
     )
     try:
-        out, err = await process.communicate(given if isinstance(given, bytes) else None)
+        out, err = await process.communicate(stdin if isinstance(stdin, bytes) else None)
     finally:
         kill(process)
         await process.wait()
     if process.returncode != 0:
-        raise explain(host, process.returncode, err.decode("utf-8", "replace"))
+        raise ssh_error(host, process.returncode, err.decode("utf-8", "replace"))
     return out
 
 
-async def _shell(host: Host, access: Access, script: str, given: bytes = b"") -> bytes:
-    return await _run(host, access.command(host, script), given)
+async def _shell(host: Host, access: Access, script: str, stdin: bytes = b"") -> bytes:
+    return await _run(host, access.command(host, script), stdin)
 
 
-async def push(host: Host, access: Access, files: CopyList, target: str) -> Moved:
+async def push(host: Host, access: Access, files: LocalFiles, target: str) -> Transferred:
     """Copy files to ``target``. Stale files of an earlier copy are deleted; the host's own files stay."""
-    place = _remote(target)
+    place = _quote_path(target)
     script = f"{_PROBE}; mkdir -p {place} && {{ cat {place}/{_MANIFEST} 2>/dev/null || true; }}"
-    tool, home, manifest = _probed(host, await _shell(host, access, script))
+    tool, home, manifest = _parse_probe(host, await _shell(host, access, script))
     listed = [name.encode("utf-8", "surrogateescape") for name in files.names]
     stale = sorted({name for name in manifest.split(b"\0") if name}.difference(listed))
     folders = {parent for name in listed for parent in _parents(name)}
@@ -188,34 +190,40 @@ async def push(host: Host, access: Access, files: CopyList, target: str) -> Move
     clashing = [name for name in stale if name in folders or not _parents(name).isdisjoint(listed)]
     await _remove(host, access, place, clashing)
     if _both_have_rsync(tool):
-        words = [*_rsync(access, host), "--compress", "--from0", "--files-from=-"]
-        words += [f"{files.root}/", f"{_address(host, home, target)}/"]
-        moved = replace(_tally(await _run(host, words, b"\0".join(listed))), files=len(listed))
+        command = [*_rsync(access, host), "--compress", "--from0", "--files-from=-"]
+        command += [f"{files.root}/", f"{_rsync_address(host, home, target)}/"]
+        transferred = replace(_parse_rsync_stats(await _run(host, command, b"\0".join(listed))), files=len(listed))
     else:
-        moved = await _push_tar(host, access, files, place)
+        transferred = await _push_tar(host, access, files, place)
     await _remove(host, access, place, sorted(set(stale).difference(clashing)))
     await _shell(host, access, f"cat > {place}/{_MANIFEST}", b"\0".join(listed))
-    return moved
+    return transferred
 
 
-async def pull(host: Host, access: Access, source: str, into: Path) -> Moved:
+async def pull(host: Host, access: Access, source: str, into: Path) -> Transferred:
     """Copy the host's folder ``source`` to ``into``. rsync skips files that are already here and equal."""
-    place = _remote(source)
+    place = _quote_path(source)
     there = await _shell(host, access, f"if [ -d {place} ]; then {_PROBE}; fi")
     if not there:
         raise UserError(f"{host.label}: no such folder: {source}")
-    tool, home, _ = _probed(host, there)
+    tool, home, _ = _parse_probe(host, there)
     into.mkdir(parents=True, exist_ok=True)
     if not _both_have_rsync(tool):
         return await _pull_tar(host, access, place, into)
-    words = [*_rsync(access, host), "--recursive", "--safe-links", f"{_address(host, home, source)}/", f"{into}/"]
-    return _tally(await _run(host, words))
+    command = [
+        *_rsync(access, host),
+        "--recursive",
+        "--safe-links",
+        f"{_rsync_address(host, home, source)}/",
+        f"{into}/",
+    ]
+    return _parse_rsync_stats(await _run(host, command))
 
 
 _PROBE = 'if command -v rsync >/dev/null; then echo rsync; else echo tar; fi; echo "$HOME"'
 
 
-def _probed(host: Host, reply: bytes) -> tuple[bytes, str, bytes]:
+def _parse_probe(host: Host, reply: bytes) -> tuple[bytes, str, bytes]:
     """Return the tool, the home folder, and what follows in the reply to :data:`_PROBE`."""
     fix = "check that its shell prints nothing when it starts"
     with untrusted(Failure, f"{host.label} sent an unexpected reply", expected="a program and a folder", fix=fix):
@@ -247,26 +255,26 @@ def _parents(name: bytes) -> set[bytes]:
     return {b"/".join(parts[:count]) for count in range(1, len(parts))}
 
 
-async def _push_tar(host: Host, access: Access, files: CopyList, place: str) -> Moved:
+async def _push_tar(host: Host, access: Access, files: LocalFiles, place: str) -> Transferred:
     unpack = f"cd {place} && rm -rf {_INCOMING} && mkdir {_INCOMING} && tar -xzf - -C {_INCOMING}"
     replace_all = f"cp -a {_INCOMING}/. . && rm -rf {_INCOMING}"
     with tempfile.TemporaryFile() as packed:
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             for name in files.names:
-                archive.add(files.root / name, name, recursive=False, filter=_plain)
+                archive.add(files.root / name, name, recursive=False, filter=_without_owner)
         packed.seek(0)
         await _run(host, access.command(host, f"{unpack} && {replace_all}"), packed)
-    return Moved(len(files.names), files.size, files.size)
+    return Transferred(len(files.names), files.size, files.size)
 
 
-def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.mode &= 0o777
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     return info
 
 
-async def _pull_tar(host: Host, access: Access, place: str, into: Path) -> Moved:
+async def _pull_tar(host: Host, access: Access, place: str, into: Path) -> Transferred:
     incoming = into / _INCOMING
     shutil.rmtree(incoming, ignore_errors=True)
     with tempfile.TemporaryFile(dir=into) as packed:
@@ -284,23 +292,23 @@ async def _pull_tar(host: Host, access: Access, place: str, into: Path) -> Moved
         final.parent.mkdir(parents=True, exist_ok=True)
         path.replace(final)
     shutil.rmtree(incoming)
-    return Moved(len(files), size, size)
+    return Transferred(len(files), size, size)
 
 
-def _remote(path: str) -> str:
+def _quote_path(path: str) -> str:
     """Quote a path for the host's shell; a leading ~ stays the user's home."""
     if path == "~":
         return '"$HOME"'
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def _address(host: Host, home: str, path: str) -> str:
+def _rsync_address(host: Host, home: str, path: str) -> str:
     """Return an absolute address for rsync, because versions differ in what they let the host's shell expand."""
     whole = f"{home}{path[1:]}" if path == "~" or path.startswith("~/") else path
     return f"[{host.address}]:{whole.rstrip('/')}" if ":" in host.address else f"{host.address}:{whole.rstrip('/')}"
 
 
-def _tally(stats: bytes) -> Moved:
+def _parse_rsync_stats(stats: bytes) -> Transferred:
     text = stats.decode("utf-8", "replace")
 
     def number(pattern: str) -> int:
@@ -308,20 +316,20 @@ def _tally(stats: bytes) -> Moved:
         return int(found.group(1)) if found else 0
 
     files = number(r"Number of files: .*\breg: (\d+)") + number(r"Number of files: .*\blink: (\d+)")
-    return Moved(files, number(r"Total file size: (\d+)"), number(r"Literal data: (\d+)"))
+    return Transferred(files, number(r"Total file size: (\d+)"), number(r"Literal data: (\d+)"))
 
 
-def folder_of(host: Host, hosts: Sequence[Host]) -> str:
+def local_folder_of(host: Host, hosts: Sequence[Host]) -> str:
     """Return ``worker_2`` for one slice, or ``tpu-a-1/worker_2`` for several."""
     many = len({other.slice for other in hosts}) > 1
     return f"{host.node.replace('/', '-')}/worker_{host.worker}" if many else f"worker_{host.worker}"
 
 
-def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> dict[Path, Moved]:
+def collect_from(hosts: Sequence[Host], remote: str, into: Path, access: Access) -> dict[Path, Transferred]:
     """Copy the folder ``remote`` of every host here, and return what was copied to each folder, in the hosts' order."""
-    folders = {host: into / folder_of(host, hosts) for host in hosts}
-    moved = transfer(hosts, access, lambda host: pull(host, access, remote, folders[host]))
-    return dict(zip(folders.values(), moved, strict=True))
+    folders = {host: into / local_folder_of(host, hosts) for host in hosts}
+    transferred = transfer(hosts, access, lambda host: pull(host, access, remote, folders[host]))
+    return dict(zip(folders.values(), transferred, strict=True))
 
 
 def assemble(into: Path, folders: Sequence[Path]) -> bool:
@@ -352,11 +360,11 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
             if part == parts[0]:
                 target.unlink(missing_ok=True)  # Its ledger may have grown since the last call.
             if not target.exists():
-                _link(file, target)
+                _link_or_copy(file, target)
     return True
 
 
-def _link(file: Path, target: Path) -> None:
+def _link_or_copy(file: Path, target: Path) -> None:
     try:
         target.hardlink_to(file)
     except OSError:  # The target is on another disk, or the file system has no hard links.

@@ -21,14 +21,14 @@ import time
 from typing import Any
 
 MARK = "\x1espile "
-ROOM = 1 << 18
-GIVE_UP = 15.0
+MAX_PENDING = 1 << 18
+GIVE_UP_SECONDS = 15.0
 SUBREAPER = 36
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-QUIET: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+NO_OUTPUT: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
-def tell(event: str, **fields: object) -> None:
+def send_event(event: str, **fields: object) -> None:
     """Write one event to stderr."""
     text = MARK + json.dumps(dict(fields, event=event)) + "\n"
     try:
@@ -69,12 +69,12 @@ def signal_all(pids: list[int], number: int) -> None:
             foreign.append(str(pid))
     if foreign:
         try:
-            subprocess.call(["sudo", "-n", "kill", "-" + str(int(number)), *foreign], **QUIET)  # noqa: S603, S607
+            subprocess.call(["sudo", "-n", "kill", "-" + str(int(number)), *foreign], **NO_OUTPUT)  # noqa: S603, S607
         except OSError:
             return  # Without sudo they are reported as left.
 
 
-class Tree:
+class ProcessTree:
     """The command and all processes that it started."""
 
     def __init__(self, child: int) -> None:
@@ -96,7 +96,7 @@ class Tree:
                 self.code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def end(self, ask_until: float) -> bool:
-        """Send SIGTERM to the processes, or SIGKILL after ``ask_until``. Return True when none is left."""
+        """Send SIGTERM to the processes, or SIGKILL after ``kill_at``. Return True when none is left."""
         self.reap()
         self.left = descendants()
         late = time.monotonic() >= ask_until
@@ -109,40 +109,40 @@ class Guard:
     """The inner process: one loop over its input, the command's output and the clock."""
 
     def __init__(self, silence: float, outer: int, kept: int) -> None:
-        self.silence, self.outer, self.kept = silence, outer, kept
+        self.silence, self.outer, self.keep_pipe = silence, outer, kept
         self.grace = 0.0
-        self.tree: Tree | None = None
+        self.tree: ProcessTree | None = None
         self.pipe: int | None = None
         self.cause: str | None = None
-        self.ask_until = self.give_up = 0.0
-        self.words, self.output = b"", b""
-        self.heard = time.monotonic()
-        self.listening, self.linked, self.gone, self.keep = True, True, False, False
+        self.kill_at = self.give_up = 0.0
+        self.unread, self.output = b"", b""
+        self.last_message = time.monotonic()
+        self.listening, self.connected, self.processes_ended, self.keep = True, True, False, False
 
     def stop(self, cause: str, grace: float) -> None:
         """End the tree: SIGTERM now, SIGKILL after ``grace``."""
         now = time.monotonic()
-        self.ask_until = min(self.ask_until, now + grace) if self.cause else now + grace
-        self.give_up = self.ask_until + GIVE_UP
+        self.kill_at = min(self.kill_at, now + grace) if self.cause else now + grace
+        self.give_up = self.kill_at + GIVE_UP_SECONDS
         self.cause = self.cause or cause
 
-    def lose(self, cause: str) -> None:
+    def disconnect(self, cause: str) -> None:
         """End the tree soon, because the connection to the runner is lost."""
-        if self.linked:
-            self.linked = False
+        if self.connected:
+            self.connected = False
             self.stop(cause, min(self.grace, 2.0))
 
-    def listen(self) -> None:
+    def read_messages(self) -> None:
         """Read the runner's messages."""
         try:
             data = os.read(0, 1 << 16)
         except OSError:
             data = b""
-        self.heard = time.monotonic()
+        self.last_message = time.monotonic()
         if not data:
             self.listening = False
-            self.lose("the runner has gone")
-        *lines, self.words = (self.words + data).split(b"\n")
+            self.disconnect("the runner has gone")
+        *lines, self.unread = (self.unread + data).split(b"\n")
         for line in lines:
             if line.startswith(b"{") and self.tree is None and self.cause is None:
                 self.start(json.loads(line.decode()))
@@ -163,23 +163,23 @@ class Guard:
                 start_new_session=True,
             )
         except OSError as error:
-            tell("refused", reason=str(error))
+            send_event("refused", reason=str(error))
             os._exit(126)
         assert self.child.stdout is not None  # noqa: S101
-        self.tree, self.pipe = Tree(self.child.pid), self.child.stdout.fileno()
+        self.tree, self.pipe = ProcessTree(self.child.pid), self.child.stdout.fileno()
 
     def relay(self) -> None:
         """Wait a short time for input or output, and pass on the command's output."""
         readers = [0] if self.listening else []
-        if self.pipe is not None and len(self.output) < ROOM:
+        if self.pipe is not None and len(self.output) < MAX_PENDING:
             readers.append(self.pipe)
-        writers = [1] if self.output and self.linked else []
+        writers = [1] if self.output and self.connected else []
         ready, room, _ = select.select(readers, writers, [], 0.05 if self.cause else 0.2)
         if 0 in ready:
-            self.listen()
+            self.read_messages()
         if self.pipe is not None and self.pipe in ready:
             data = os.read(self.pipe, 1 << 16)
-            self.output = self.output + data if self.linked else b""
+            self.output = self.output + data if self.connected else b""
             self.pipe = self.pipe if data else None
         if room:
             try:
@@ -187,43 +187,44 @@ class Guard:
             except BlockingIOError:
                 return
             except OSError:
-                self.lose("the runner has gone")
+                self.disconnect("the runner has gone")
 
     def watch(self) -> None:
         """Check for the end of the command, a silent runner and a killed outer guard."""
         if self.tree is not None and self.tree.code is None:
             self.tree.reap()
         if self.tree is not None and self.tree.code is not None and self.cause is None:
-            tell("ended", code=self.tree.code)  # The runner need not wait for the remaining processes.
+            send_event("ended", code=self.tree.code)  # The runner need not wait for the remaining processes.
             self.stop("ended", self.grace)
             if self.keep and self.tree.code == 0:
-                self.gone = True  # The processes of the command keep running; the outer guard is notified too.
+                # The processes of the command keep running; the outer guard is notified too.
+                self.processes_ended = True
                 self.give_up = time.monotonic() + 1.0
-                os.write(self.kept, b"k")
-        if time.monotonic() - self.heard > self.silence:
-            self.lose("the link is silent")
+                os.write(self.keep_pipe, b"k")
+        if time.monotonic() - self.last_message > self.silence:
+            self.disconnect("the link is silent")
         if os.getppid() != self.outer:
-            self.lose("the outer guard was killed")
+            self.disconnect("the outer guard was killed")
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether no process is left and all output has been passed on."""
         if self.cause is None:
             return False
-        self.gone = self.gone or self.tree is None or self.tree.end(self.ask_until)
-        if self.gone:
+        self.processes_ended = self.processes_ended or self.tree is None or self.tree.end(self.kill_at)
+        if self.processes_ended:
             silent = self.pipe is None or (self.keep and time.monotonic() > self.give_up)
-            return not self.linked or (silent and not self.output)
+            return not self.connected or (silent and not self.output)
         return time.monotonic() > self.give_up
 
     def run(self) -> int:
         """Guard the command until its end and return its exit code."""
-        tell("ready")
-        while not self.over():
+        send_event("ready")
+        while not self.is_over():
             self.relay()
             self.watch()
         code = 143 if self.tree is None or self.tree.code is None else self.tree.code
         left = [] if self.tree is None else self.tree.left
-        tell("exit", code=code, cause=self.cause, left=left)
+        send_event("exit", code=code, cause=self.cause, left=left)
         return code
 
 
@@ -231,7 +232,7 @@ def become_subreaper() -> None:
     """Make orphans below this process its own children instead of those of init."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SUBREAPER, 1, 0, 0, 0) != 0:
-        tell("refused", reason="prctl: " + os.strerror(ctypes.get_errno()))
+        send_event("refused", reason="prctl: " + os.strerror(ctypes.get_errno()))
         os._exit(126)
 
 
@@ -242,13 +243,13 @@ def wait_for(inner: int, kept: int) -> int:
     pid = status = 0
     while pid != inner:
         pid, status = os.wait()
-    tree, give_up = Tree(0), time.monotonic() + GIVE_UP
+    tree, give_up = ProcessTree(0), time.monotonic() + GIVE_UP_SECONDS
     while not os.read(kept, 1) and not tree.end(0.0) and time.monotonic() < give_up:
         time.sleep(0.05)
     if not os.WIFSIGNALED(status):
         return os.WEXITSTATUS(status)
     code = 128 + os.WTERMSIG(status)
-    tell("exit", code=code, cause="the guard was killed", left=tree.left)
+    send_event("exit", code=code, cause="the guard was killed", left=tree.left)
     return code
 
 

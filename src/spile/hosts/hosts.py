@@ -68,16 +68,16 @@ class Access:
             "ServerAliveCountMax=3",
             *(self._gcloud(host) if host.node_id else ["StrictHostKeyChecking=accept-new"]),
         ]
-        words = ["ssh", "-T"]
+        command = ["ssh", "-T"]
         for option in options:
-            words += ["-o", option]
+            command += ["-o", option]
         key = self.key or (GCLOUD_KEY if host.node_id else None)
         if key is not None:
-            words += ["-o", "IdentitiesOnly=yes", "-i", str(key.expanduser())]
+            command += ["-o", "IdentitiesOnly=yes", "-i", str(key.expanduser())]
         user = host.user or self.user or (getpass.getuser() if host.node_id else None)
-        words += ["-p", str(host.port)] if host.port is not None else []
-        words += ["-l", user] if user else []
-        return [*words, "--", host.address, remote]
+        command += ["-p", str(host.port)] if host.port is not None else []
+        command += ["-l", user] if user else []
+        return [*command, "--", host.address, remote]
 
     @staticmethod
     def _gcloud(host: Host) -> list[str]:
@@ -134,8 +134,8 @@ def ensure_key(path: Path = GCLOUD_KEY) -> str:
         if shutil.which("ssh-keygen") is None:
             raise UserError("no ssh-keygen here", fix="install openssh-client")
         owner = f"{getpass.getuser()}@{os.uname().nodename}"
-        words = ["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-C", owner, "-f", str(private)]
-        made = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
+        command = ["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-C", owner, "-f", str(private)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         if made.returncode != 0:
             raise Failure("ssh-keygen failed", found=made.stderr.strip() or made.returncode)
     if not public.exists():

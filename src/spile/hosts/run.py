@@ -60,14 +60,14 @@ _SSH_FAILURES: tuple[tuple[str, type[SpileError], str, str], ...] = (
 """Errors of ssh: the pattern of its message, the class of our error, our message and the fix."""
 
 
-def explain(host: Host, code: int | None, words: str) -> SpileError:
+def ssh_error(host: Host, code: int | None, message: str) -> SpileError:
     """Return the error for an ssh that failed before the guard reported."""
     for pattern, kind, problem, fix in _SSH_FAILURES:
-        if re.search(pattern, words):
-            return kind(f"{host.label}: {problem}", found=_last(words), fix=fix)
+        if re.search(pattern, message):
+            return kind(f"{host.label}: {problem}", found=_last_line(message), fix=fix)
     if code == 127:
         return UserError(f"{host.label}: no python3 on the host", fix=_NO_PYTHON)
-    return Failure(f"{host.label}: ssh failed", found=_last(words) or f"exit code {code}")
+    return Failure(f"{host.label}: ssh failed", found=_last_line(message) or f"exit code {code}")
 
 
 def combine_errors(errors: Sequence[SpileError], total: int) -> SpileError:
@@ -95,8 +95,8 @@ def raise_errors(results: Sequence[object], total: int) -> None:
         raise combine_errors(errors, total)
 
 
-def _last(words: str) -> str:
-    lines = [line.strip() for line in words.splitlines() if line.strip() and not set(line.strip()) <= {"@"}]
+def _last_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip() and not set(line.strip()) <= {"@"}]
     return lines[-1] if lines else ""
 
 
@@ -104,7 +104,7 @@ _HEARTBEAT = 1.0
 """Seconds between two heartbeats to the guard."""
 _SILENCE = 10.0
 """The guard ends its command after this many seconds without a heartbeat."""
-_PATIENCE = 8.0
+_KILL_WAIT = 8.0
 """Seconds after the kill of a command in which its guard must report the end."""
 
 
@@ -166,7 +166,7 @@ class Session:
         self._on_failure: Callable[[], None] = lambda: None
         self._outcome: HostOutcome | None = None
         self._refused: str | None = None
-        self._words = ""
+        self._stderr = ""
         self._began = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
 
@@ -180,12 +180,12 @@ class Session:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl+C in the terminal must not reach ssh.
         )
-        self.end = asyncio.create_task(self._follow(self._process))
-        await _first(self.end, self._ready)
+        self.end = asyncio.create_task(self._read_to_end(self._process))
+        await _wait_for_either(self.end, self._ready)
         if not self._ready.is_set():
-            raise self._trouble()
+            raise self._session_error()
 
-    def go(self, job: Job, on_failure: Callable[[], None]) -> None:
+    def start(self, job: Job, on_failure: Callable[[], None]) -> None:
         """Start the command. ``on_failure`` is called when it fails; processes that it started may still be ending."""
         self._began, self._on_failure = time.monotonic(), on_failure
         self._write(job.line())
@@ -205,23 +205,23 @@ class Session:
         if self.end is not None:
             await asyncio.gather(self.end, return_exceptions=True)
 
-    def _trouble(self) -> SpileError:
+    def _session_error(self) -> SpileError:
         """Return the error of a session that ended without a report of the guard."""
         if self._refused is not None:
             return UserError(f"{self.host.label}: the host refused", found=self._refused)
         code = self._process.returncode if self._process is not None else None
-        if code == 255 and not self._words.strip():
-            return explain(self.host, code, "connection closed by the host")
-        return explain(self.host, code, self._words)
+        if code == 255 and not self._stderr.strip():
+            return ssh_error(self.host, code, "connection closed by the host")
+        return ssh_error(self.host, code, self._stderr)
 
     def _write(self, data: bytes) -> None:
         process = self._process
         if process is not None and process.stdin is not None and not process.stdin.is_closing():
             process.stdin.write(data)
 
-    async def _follow(self, process: asyncio.subprocess.Process) -> HostOutcome:
+    async def _read_to_end(self, process: asyncio.subprocess.Process) -> HostOutcome:
         """Read the output and the events to their end, and send heartbeats meanwhile."""
-        beat = asyncio.create_task(self._beat())
+        beat = asyncio.create_task(self._send_heartbeats())
         try:
             async with asyncio.TaskGroup() as readers:
                 readers.create_task(self._read_output(process))
@@ -232,19 +232,19 @@ class Session:
         finally:
             beat.cancel()
             await process.wait()
-        outcome = self._outcome or self._without_report()
+        outcome = self._outcome or self._outcome_without_report()
         if outcome.code != 0:
             self._on_failure()
         return outcome
 
-    def _without_report(self) -> HostOutcome:
+    def _outcome_without_report(self) -> HostOutcome:
         seconds = time.monotonic() - self._began
         if self._refused is not None:
             return HostOutcome(self.host, 126, f"the host refused: {self._refused}", seconds)
-        problem = self._trouble().problem.removeprefix(f"{self.host.label}: ")
+        problem = self._session_error().problem.removeprefix(f"{self.host.label}: ")
         return HostOutcome(self.host, 255, problem, seconds)
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(_HEARTBEAT)
             self._write(b".\n")
@@ -265,7 +265,7 @@ class Session:
 
     def _read_event(self, line: str) -> None:
         if not line.startswith(guard.MARK):
-            self._words = (self._words + line + "\n")[-8192:]
+            self._stderr = (self._stderr + line + "\n")[-8192:]
             return
         with untrusted(Failure, f"{self.host.label} sent an event that cannot be read"):
             event = json.loads(line.removeprefix(guard.MARK))
@@ -303,7 +303,7 @@ def jobs_for(hosts: Sequence[Host], job: Job) -> dict[Host, Job]:
     return {host: replace(job, env={**environment_of(host, hosts), **job.env}) for host in hosts}
 
 
-def worst(outcomes: Sequence[HostOutcome]) -> int:
+def worst_exit_code(outcomes: Sequence[HostOutcome]) -> int:
     """Return the highest exit code of the commands that ended by themselves; 130 if all were stopped by Ctrl+C."""
     own = [outcome.code for outcome in outcomes if not outcome.stopped]
     if any(own) or (own and len(own) == len(outcomes)):
@@ -336,8 +336,8 @@ async def run_everywhere(
     try:
         await _connect(sessions, stop)
         for session in sessions:
-            session.go(jobs[session.host], stop.made.set)
-        return await _wait_for_all(sessions, stop, max(job.grace for job in jobs.values()) + _PATIENCE)
+            session.start(jobs[session.host], stop.made.set)
+        return await _wait_for_all(sessions, stop, max(job.grace for job in jobs.values()) + _KILL_WAIT)
     finally:
         await asyncio.gather(*(session.close() for session in sessions))
 
@@ -345,7 +345,7 @@ async def run_everywhere(
 async def _connect(sessions: Sequence[Session], stop: StopRequest) -> None:
     """Open all sessions. No command starts until every guard is ready."""
     opening = asyncio.gather(*(session.open() for session in sessions), return_exceptions=True)
-    await _first(opening, stop.made)
+    await _wait_for_either(opening, stop.made)
     if not opening.done():
         for session in sessions:
             session.abandon()
@@ -357,12 +357,12 @@ async def _connect(sessions: Sequence[Session], stop: StopRequest) -> None:
 async def _wait_for_all(sessions: Sequence[Session], stop: StopRequest, seconds: float) -> list[HostOutcome]:
     """Wait for all sessions. When a stop is requested, stop the others and give them ``seconds``."""
     ends = asyncio.gather(*(session.end for session in sessions if session.end is not None))
-    await _first(ends, stop.made)
+    await _wait_for_either(ends, stop.made)
     for session in sessions:
         session.stop()
     try:
         async with asyncio.timeout(seconds):
-            await _first(ends, stop.repeated)
+            await _wait_for_either(ends, stop.repeated)
             for session in sessions:
                 session.stop(now=True)
             await asyncio.shield(ends)
@@ -372,7 +372,7 @@ async def _wait_for_all(sessions: Sequence[Session], stop: StopRequest, seconds:
     return await ends
 
 
-async def _first(future: asyncio.Future[Any], event: asyncio.Event) -> None:
+async def _wait_for_either(future: asyncio.Future[Any], event: asyncio.Event) -> None:
     """Wait until the future is done or the event is set. Raises the exception of the future."""
     waiting = asyncio.create_task(event.wait())
     try:
@@ -395,8 +395,8 @@ def run(jobs: Mapping[Host, Job], *, access: Access, output: Callable[[Host, byt
     return asyncio.run(main())
 
 
-_AT_ONCE = 32
-_KEPT = 8192
+_MAX_PARALLEL = 32
+_KEPT_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -413,10 +413,10 @@ def launch(hosts: Sequence[Host], script: Callable[[Host], str], *, access: Acce
     """Run each host's script in bash; what a successful script started keeps running. Failures do not raise."""
 
     async def main() -> list[Launched]:
-        room = asyncio.Semaphore(_AT_ONCE)
+        slots = asyncio.Semaphore(_MAX_PARALLEL)
 
         async def one(host: Host, job: Job) -> Launched:
-            async with room:
+            async with slots:
                 return await _launch_one(host, replace(job, command=script(host)), access)
 
         jobs = jobs_for(hosts, Job("", keep=True))
@@ -430,7 +430,7 @@ async def _launch_one(host: Host, job: Job, access: Access) -> Launched:
 
     def keep(_: Host, data: bytes) -> None:
         printed.extend(data)
-        del printed[:-_KEPT]
+        del printed[:-_KEPT_BYTES]
 
     error: SpileError | None = None
     try:

@@ -18,7 +18,7 @@ from rich.text import Text
 from spile.errors import Failure, SpecError
 from spile.hosts.files import RESULTS
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import HostOutcome, Job, run, worst
+from spile.hosts.run import HostOutcome, Job, run, worst_exit_code
 from spile.view.table import NO_WIDTH
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
@@ -159,7 +159,7 @@ def run_on_all(jobs: Mapping[Host, Job], access: Access, results: Path, *, quiet
         outcomes = run(jobs, access=access, output=logs.write)
         logs.open()
     print_outcomes(outcomes, logs, console)
-    return worst(outcomes)
+    return worst_exit_code(outcomes)
 
 
 def _details(outcome: HostOutcome) -> str:

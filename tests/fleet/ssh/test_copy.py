@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spile.errors import UserError
-from spile.hosts.files import list_files, load
+from spile.hosts.files import files_to_copy, list_files
 
 
 def git(folder: Path, *words: str) -> None:
@@ -39,7 +39,7 @@ def test_a_repository(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "kept.py", "gone.py")
     (tmp_path / "gone.py").unlink()
-    names = load(tmp_path, 10**9).names
+    names = files_to_copy(tmp_path, 10**9).names
     assert names == (".gitignore", "kept.py", "new.py", "sub/x.py", "é ü\n.txt")
     assert list_files(tmp_path / "sub") == ["x.py"]
 
@@ -73,7 +73,7 @@ def test_nothing_and_too_much(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^nothing to copy in .*\. Run the command in the folder of your code, or add --no-copy\.$"
     ):
-        load(tmp_path, 10)
+        files_to_copy(tmp_path, 10)
     make(tmp_path, "a-file-of-more-than-ten-bytes")
     with pytest.raises(UserError, match=r"is large: expected at most 1e-08 GB to copy, found 0\.0 GB\. Ignore data in"):
-        load(tmp_path, 10)
+        files_to_copy(tmp_path, 10)

@@ -11,7 +11,7 @@ from spile.errors import CloudError, SpileError, UserError
 from spile.fleet.manage import hosts_of, slices_named
 from spile.fleet.provider import Endpoint, Node, NodeState
 from spile.hosts.hosts import Access, Host, ensure_key, parse_hosts
-from spile.hosts.run import HostOutcome, combine_errors, environment_of, explain, worst
+from spile.hosts.run import HostOutcome, combine_errors, environment_of, ssh_error, worst_exit_code
 
 
 def node(name: str, hosts: int = 1, state: NodeState = NodeState.READY, zone: str = "z", uid: str = "77") -> Node:
@@ -59,12 +59,13 @@ def test_the_variables_tell_each_host_its_place() -> None:
             [],
             UserError,
             "no TPU VM named t, nor t-0, t-1, …: found no TPU VM at all. "
-            "Look at spile tpu list, or give --zone and --project.",
+            "Check the names with spile tpu list, or give --zone and --project.",
         ),
         (
             [node("u"), node("tt")],
             UserError,
-            "no TPU VM named t, nor t-0, t-1, …: found tt, u. Look at spile tpu list, or give --zone and --project.",
+            "no TPU VM named t, nor t-0, t-1, …: found tt, u. "
+            "Check the names with spile tpu list, or give --zone and --project.",
         ),
         (
             [node("t-0"), node("t-1", state=NodeState.PREEMPTED)],
@@ -132,19 +133,19 @@ def outcome(code: int, cause: str = "ended") -> HostOutcome:
     ],
 )
 def test_the_worst_is_of_those_that_failed_by_themselves(outcomes: list[HostOutcome], code: int) -> None:
-    assert worst(outcomes) == code
+    assert worst_exit_code(outcomes) == code
 
 
 def test_what_ssh_says_becomes_one_line() -> None:
     host = Host("t", "7", 0, "h", 0)
-    error = explain(host, 255, "ssh: connect to host h port 22: Connection timed out\n")
+    error = ssh_error(host, 255, "ssh: connect to host h port 22: Connection timed out\n")
     assert str(error) == (
         "t: the host cannot be reached: found ssh: connect to host h port 22: Connection timed out. "
         "Open tcp:22 in the firewall, or use --internal-ip from inside the network."
     )
-    assert str(explain(host, 255, "kex_exchange: strange\n")) == "t: ssh failed: found kex_exchange: strange"
-    assert str(explain(host, 7, "")) == "t: ssh failed: found exit code 7"
-    both = combine_errors([error, explain(host, 127, "")], 4)
+    assert str(ssh_error(host, 255, "kex_exchange: strange\n")) == "t: ssh failed: found kex_exchange: strange"
+    assert str(ssh_error(host, 7, "")) == "t: ssh failed: found exit code 7"
+    both = combine_errors([error, ssh_error(host, 127, "")], 4)
     assert str(both) == "2 of 4 hosts failed; t: no python3 on the host. Install Python 3.8 or newer there."
     assert both.exit_code == 2
 

@@ -126,5 +126,5 @@ def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: 
     assert (code, err) == (
         2,
         "spile: no TPU VM named none, nor none-0, none-1, …: found multi-0, multi-1, multi-other. "
-        "Look at spile tpu list, or give --zone and --project.\n",
+        "Check the names with spile tpu list, or give --zone and --project.\n",
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fleet.ssh.loopback import Hosts
 from spile.errors import SpileError, UserError
 from spile.hosts import files as transfer
-from spile.hosts.files import CopyList, Moved, pull, push
+from spile.hosts.files import LocalFiles, Transferred, pull, push
 from spile.hosts.hosts import Access, Host, parse_hosts
 
 NAMES = st.text("ab.é '\n", min_size=1, max_size=3).filter(lambda name: name not in (".", "..") and name.strip())
@@ -58,14 +58,14 @@ class World:
         (self.host,) = parse_hosts([hosts.named(0)])
         self.access = Access(getpass.getuser(), hosts.key, hosts.options)
 
-    def push(self, root: Path, target: str) -> Moved:
+    def push(self, root: Path, target: str) -> Transferred:
         links = [path for path in root.rglob("*") if path.is_symlink() or path.is_file()]
         names = sorted(str(path.relative_to(root)) for path in links)
-        files = CopyList(root, tuple(names), sum(path.lstat().st_size for path in links))
+        files = LocalFiles(root, tuple(names), sum(path.lstat().st_size for path in links))
         (moved,) = transfer.transfer([self.host], self.access, lambda host: push(host, self.access, files, target))
         return moved
 
-    def pull(self, source: str, into: Path) -> Moved:
+    def pull(self, source: str, into: Path) -> Transferred:
         (moved,) = transfer.transfer([self.host], self.access, lambda host: pull(host, self.access, source, into))
         return moved
 
@@ -162,6 +162,6 @@ def test_a_folder_that_is_not_there(world: World, tool: str, tmp_path: Path) -> 
 def test_one_host_that_fails_ends_all(world: World, tmp_path: Path) -> None:
     write(tmp_path, {"a": b"x"})
     nobody = Host("nobody", "", 0, "127.0.0.1", 0, port=1)
-    files = CopyList(tmp_path, ("a",), 1)
+    files = LocalFiles(tmp_path, ("a",), 1)
     with pytest.raises(SpileError, match="nobody: nothing listens there"):
         transfer.copy_to([world.host, nobody], files, "~/x", world.access)
