@@ -35,7 +35,7 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
 from spile.store.claims import Claim, ClaimBook
-from spile.store.heartbeat import EVERY
+from spile.store.heartbeat import INTERVAL
 from spile.store.index import INDEX, write_entry
 from spile.store.ledger import ShardRecord, read_ledger
 from spile.store.run import join_run
@@ -152,7 +152,7 @@ class Worker:
             self.name,
             expiry=self.world.expiry,
             clock=lambda: self.world.now + self.world.spent,
-            chance=random.Random(self.world.dice.random()),
+            rng=random.Random(self.world.dice.random()),
         )
         samples = self.world.samples
         self.left = {number: PlannedStream(samples, samples) for number in range(self.world.streams)}
@@ -305,7 +305,7 @@ def report(run: Run, console: Console, seconds: float) -> None:
     """Real commits for each simulated one."""
     writes = sum(world.requests[kind] for kind in ("put", "list", "delete"))
     uploads = volume.shards * (-(-int(volume.shard_bytes) // PART) + 2)
-    beats = world.machine_seconds / EVERY
+    beats = world.machine_seconds / INTERVAL
     real = {
         "uploads of shards": (uploads, uploads * _CLASS_A),
         "commits, with a look at stream.json": (2 * volume.shards, volume.shards * (_CLASS_A + _CLASS_B)),

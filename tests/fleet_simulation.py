@@ -342,7 +342,7 @@ class Simulation:
     def _new_book(self, name: str) -> ClaimBook:
         """Return what a new process of a worker knows about the claims: nothing."""
         chance = random.Random(self.rng.random())
-        return ClaimBook(self.root, name, clock=lambda: self.now, chance=chance)  # type: ignore[arg-type]
+        return ClaimBook(self.root, name, clock=lambda: self.now, rng=chance)  # type: ignore[arg-type]
 
     def _halt(self, raw: dict[str, Any], notice: float) -> None:
         self._hold(raw["id"] not in self.foreign, f"a foreign machine was touched: {raw['name']}")
@@ -427,7 +427,7 @@ class Simulation:
             return
         samples = list(step.samples)
         if step.kind == "trial":
-            trials = stream.record = trials.began(step.samples, controlled=vm.healthy or stream.done > 0)
+            trials = stream.record = trials.with_trial(step.samples, controlled=vm.healthy or stream.done > 0)
         else:
             samples = samples[:count]
         vm.trials = trials
@@ -436,7 +436,7 @@ class Simulation:
         elif self._commit(vm, samples):
             vm.healthy = True
             if step.kind == "trial":
-                vm.trials = stream.record = trials.passed()
+                vm.trials = stream.record = trials.after_success()
 
     def _kill(self, vm: Vm) -> None:
         """A sample ends the worker. Its agent starts it again under the same name, so it has its claim back at once."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spile.objects import open_folder
 from spile.spec.run import ExtractSpec
-from spile.store.cleanup import remove_remains
+from spile.store.cleanup import remove_unfinished
 from spile.store.stream import join_stream
 from world import produce, run_identity, sample_of, stream_identity
 
@@ -34,11 +34,11 @@ def test_a_killed_workers_unfinished_shards_go_and_a_live_ones_stay(tmp_path: Pa
         assert child.stdout is not None
         assert child.stdout.readline() == "begun\n"
         folder = join_stream(root, 0, stream_identity(45), run_identity()).folder
-        assert remove_remains(folder) == (0, 0)
+        assert remove_unfinished(folder) == (0, 0)
         child.send_signal(signal.SIGKILL)
     assert list(tmp_path.rglob(".tmp-*"))
     mine = join_stream(root, 0, stream_identity(45), run_identity()).begin([sample_of(101)])
-    count, taken = remove_remains(folder)
+    count, taken = remove_unfinished(folder)
     assert (count, taken > 4096) == (1, True)
     assert len(list(tmp_path.rglob(".tmp-*"))) == 1
     mine.abort()

@@ -21,7 +21,7 @@ from spile.fleet.monitor import FleetMonitor, FleetStatus, views_by_worker, work
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
-from spile.store.claims import Holding
+from spile.store.claims import ClaimOwner
 from spile.store.snapshot import Snapshot, State, StreamView
 from spile_fakes import cloud_vms as vms
 
@@ -177,7 +177,7 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     fleet = FleetSpec("f", "p", (A,), workers, NodeRequest("v3-8", "r"), run={"output": str(tmp_path)}, deployment="d")
     view = StreamView(0, "tpu_0", State.WORKING, phase=Phase.RUNNING, age=10.0, idle=700.0)
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
-    mine = {0: Holding(workers[0].name, active=True)}
+    mine = {0: ClaimOwner(workers[0].name, active=True)}
     assert worker_health(fleet, {}, snapshot, mine)[0].progress == 9300.0
     assert worker_health(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
     output = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
@@ -188,7 +188,7 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
 def test_a_worker_has_the_samples_of_all_its_streams() -> None:
     """The column SAMPLES was 6/3 after two streams of three samples."""
     done = [StreamView(number, "s", State.DONE, samples=3, expected=3) for number in range(2)]
-    mine = dict.fromkeys(range(3), Holding("w", active=False))
+    mine = dict.fromkeys(range(3), ClaimOwner("w", active=False))
     view = views_by_worker(Snapshot("out", 0.0, tuple(done)), mine)["w"]
     assert (view.samples, view.expected) == (6, 6)
     unknown = StreamView(2, "s", State.WORKING, samples=1, expected=None)

@@ -114,7 +114,9 @@ def test_streams_in_one_place_for_all_would_be_noticed(monkeypatch: pytest.Monke
 
 def test_a_healthy_sample_in_quarantine_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation would fail if the samples of a lost machine, or of a whole group, were blamed like any other."""
-    monkeypatch.setattr("spile.store.quarantine.Suspects.convicted", property(lambda self: len(self.causes) >= 2))
+    monkeypatch.setattr(
+        "spile.store.quarantine.Suspects.must_be_quarantined", property(lambda self: len(self.causes) >= 2)
+    )
     monkeypatch.setattr("spile.store.quarantine.Suspects.divided", lambda self: [self])
     with pytest.raises(AssertionError, match=r"quarantined \["):
         _ = [Simulation(seed).run() for seed in range(40)]

@@ -568,7 +568,7 @@ class Targets:
 
     def suspects(self) -> Target:
         folder = self._root.child("tpu_0")
-        write_trials(folder, Trials("s").blamed("signal 9"))
+        write_trials(folder, Trials("s").after_failure("signal 9"))
         valid = (self._scratch / "tpu_0/suspects.json").read_bytes()
         group = {"samples": [[0, 9]], "causes": ["signal 9"], "alone": 1}
         record = {**json.loads(valid), "trial": [[3, 5], [7, 8]], "groups": [group]}

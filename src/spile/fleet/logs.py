@@ -15,7 +15,7 @@ from spile.fleet.spec import owns, worker_of
 from spile.objects.folder import Folder, get_if_present
 from spile.store.claims import ClaimReader
 from spile.store.heartbeat import Beat, hide_values, read_beat
-from spile.store.layout import PROGRESS, existing_folder, list_streams
+from spile.store.layout import PROGRESS, existing_folder, list_stream_files
 
 PART = 256 << 10
 """The size at which the next object is started."""
@@ -138,5 +138,5 @@ def last_heartbeat(root: Folder, worker: str, node: Node | None) -> Beat:
 
 
 def _streams(root: Folder) -> list[str]:
-    keys = [info.key.split("/") for info in list_streams(root)]
+    keys = [info.key.split("/") for info in list_stream_files(root)]
     return [parts[0] for parts in keys if len(parts) == 2 and parts[1] == PROGRESS]

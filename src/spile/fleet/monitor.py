@@ -43,7 +43,7 @@ from spile.fleet.spec import FleetSpec, History, Observed, Worker, WorkerHealth,
 from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
-from spile.store.claims import ClaimReader, Holding
+from spile.store.claims import ClaimOwner, ClaimReader
 from spile.store.snapshot import Snapshot, SnapshotReader, State, StreamView
 
 In = TypeVar("In")
@@ -188,7 +188,7 @@ def run_round(
     return RoundResult(observed, history, done)
 
 
-def views_by_worker(snapshot: Snapshot, owners: Mapping[int, Holding]) -> dict[str, StreamView]:
+def views_by_worker(snapshot: Snapshot, owners: Mapping[int, ClaimOwner]) -> dict[str, StreamView]:
     """Return what each worker has done: the streams that it held last, added up, with the state of the newest one."""
     held: dict[str, list[tuple[bool, StreamView]]] = {}
     for view in snapshot.streams:
@@ -210,7 +210,7 @@ _SUMS = ("samples", "shards", "committed", "tokens", "bytes", "retries")
 
 
 def worker_health(
-    fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot, owners: Mapping[int, Holding]
+    fleet: FleetSpec, reports: Mapping[str, WorkerReport], snapshot: Snapshot, owners: Mapping[int, ClaimOwner]
 ) -> dict[int, WorkerHealth]:
     """Return the health of each worker: from its agent's report or its own heartbeat, whichever is newer."""
     views = views_by_worker(snapshot, owners)
@@ -455,7 +455,7 @@ class FleetMonitor:
         self,
         done: RoundResult,
         snapshot: Snapshot,
-        owners: Mapping[int, Holding],
+        owners: Mapping[int, ClaimOwner],
         lines: tuple[str, ...],
         holder: Holder | None,
     ) -> FleetStatus:

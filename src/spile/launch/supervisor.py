@@ -23,7 +23,7 @@ from spile.data.manifest import list_streams
 from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
-from spile.store.heartbeat import SILENCE
+from spile.store.heartbeat import SILENT_AFTER
 from spile.store.quarantine import STOPPED, Supervision, is_kill
 from spile.store.snapshot import State, StreamView
 
@@ -465,7 +465,7 @@ class Supervisor:
         for number, stream in running.items():
             view = views.get(number)
             age = view.age if view is not None else None
-            if age is not None and SILENCE < age < self._clock() - stream.began:
+            if age is not None and SILENT_AFTER < age < self._clock() - stream.began:
                 self._log(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
                 self.engine.abandon(number)
                 stream.supervision = stream.supervision.after(None)

@@ -66,7 +66,7 @@ class _Sighting(NamedTuple):
     """Whether the version changed while this worker watched: the owner is alive."""
 
 
-class Holding(NamedTuple):
+class ClaimOwner(NamedTuple):
     """The last claim on a stream."""
 
     worker: str
@@ -95,11 +95,11 @@ class ClaimBook:
         *,
         expiry: float = CLAIM_SECONDS,
         clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
         goal: str = "",
     ) -> None:
         self.worker, self.expiry = worker, expiry
-        self._root, self._clock, self._chance = root, clock, chance or random.Random()
+        self._root, self._clock, self._rng = root, clock, rng or random.Random()
         self._done = f"done-{zlib.crc32(goal.encode()):08x}"
         self._seen: dict[int, _Sighting] = {}
         self._own: dict[int, int] | None = None
@@ -112,7 +112,7 @@ class ClaimBook:
             The claim, or None if every stream is claimed by another worker at the moment.
 
         """
-        self._look()
+        self._refresh()
         wanted = [stream for stream in streams if not self.is_done(stream)]
         if self._own is None:
             self._own = self._find_own(wanted)
@@ -121,7 +121,7 @@ class ClaimBook:
         free.sort(key=self._seen.__contains__)  # A stream that was never claimed has all of its work left.
         count = max(_CHOICES, sum(stream not in self._seen for stream in free) // 4)
         best = free[:count]
-        self._chance.shuffle(best)
+        self._rng.shuffle(best)
         for stream in (*own, *best, *free[count:]):
             number = self._seen[stream].version.number + 1 if stream in self._seen else 1
             claim = Claim(self._root, stream, number, self.worker, self.expiry, self._done)
@@ -137,7 +137,7 @@ class ClaimBook:
         """Return whether the owners of all these streams renewed their claims while this worker watched."""
         return all(stream in self._seen and self._seen[stream].renewed for stream in streams)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = self._clock()
         for stream, version in _newest(self._root).items():
             before = self._seen.get(stream)
@@ -236,18 +236,18 @@ class ClaimReader:
         self._root = root
         self._owners: dict[tuple[int, int], str] = {}
 
-    def owners(self) -> dict[int, Holding]:
+    def owners(self) -> dict[int, ClaimOwner]:
         """Return the last owner of each stream that was ever claimed; an empty name if the claim cannot be read."""
         holdings = {}
         for stream, newest in _newest(self._root).items():
             claim = stream, newest.number
             if claim not in self._owners:
                 self._owners[claim] = _read_owner(self._root, *claim)
-            holdings[stream] = Holding(self._owners[claim], active=not newest.released)
+            holdings[stream] = ClaimOwner(self._owners[claim], active=not newest.released)
         return holdings
 
 
-def forget_finished(root: Folder, stream: int) -> None:
+def remove_finished_marks(root: Folder, stream: int) -> None:
     """Remove the marks that a stream is finished, before the stream is cleared."""
     for key, version in _list(root, stream):
         if version.state.startswith("done-"):

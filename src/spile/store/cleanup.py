@@ -15,7 +15,7 @@ from spile.errors import Damaged, StoreError
 from spile.objects.folder import Folder, Removal, Unfinished
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import home_of
-from spile.store.claims import forget_finished
+from spile.store.claims import remove_finished_marks
 from spile.store.heartbeat import read_beat
 from spile.store.layout import (
     METADATA,
@@ -28,11 +28,11 @@ from spile.store.layout import (
     commit_number,
     existing_folder,
     is_addition,
-    is_data,
-    list_streams,
+    is_data_file,
+    list_stream_files,
     new_attempt,
     split_addition,
-    stray_key,
+    stale_commit_key,
     stream_number,
 )
 from spile.store.ledger import Commit, commit_numbers, iso_time
@@ -43,12 +43,12 @@ from spile.version import __version__
 _RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, SUSPECTS, STREAM)
 
 
-def is_ours(name: str) -> bool:
+def is_worker_file(name: str) -> bool:
     """Return whether a name in a stream's folder has the form of a name that a worker creates."""
-    return name in _RECORDS or commit_number(name) is not None or is_data(name)
+    return name in _RECORDS or commit_number(name) is not None or is_data_file(name)
 
 
-def remove_remains(folder: Folder) -> tuple[int, int]:
+def remove_unfinished(folder: Folder) -> tuple[int, int]:
     """Remove the unfinished shards that killed workers left in a stream's local folder; return their number and bytes.
 
     A live writer holds a lock on its file. Unfinished uploads to a bucket have no lock, so they are left to garbage
@@ -57,7 +57,9 @@ def remove_remains(folder: Folder) -> tuple[int, int]:
     home = home_of(folder)
     if home.local_path is None:
         return 0, 0
-    left = [item for item in home.unfinished() if is_data(item.key) and is_abandoned(home.local_path / item.handle)]
+    left = [
+        item for item in home.unfinished() if is_data_file(item.key) and is_abandoned(home.local_path / item.handle)
+    ]
     for item in left:
         home.discard(item)
     return len(left), sum(item.size or 0 for item in left)
@@ -83,7 +85,7 @@ def stream_has_commits(root: Folder, worker_id: int) -> bool:
 
 def stream_exists(root: Folder, worker_id: int) -> bool:
     """Return whether the stream's folder contains any file that a worker created."""
-    return any(is_ours(info.key) for info in root.child(existing_folder(root, worker_id)).list())
+    return any(is_worker_file(info.key) for info in root.child(existing_folder(root, worker_id)).list())
 
 
 def clear_stream(root: Folder, worker_id: int) -> None:
@@ -92,7 +94,7 @@ def clear_stream(root: Folder, worker_id: int) -> None:
     Added taps are removed first, then ``metadata.json``, then the commits from the newest to the oldest, then the
     shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger.
     """
-    forget_finished(root, worker_id)
+    remove_finished_marks(root, worker_id)
     folder = root.child(existing_folder(root, worker_id))
     for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
         if is_addition(name):
@@ -102,14 +104,14 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 
 def clear_folder(folder: Folder) -> None:
     """Remove one ledger and its shards in the order that :func:`clear_stream` describes."""
-    removal = Removal(folder.url, ours=is_ours, remove=folder.delete, fence=lambda: _fence(folder))
+    removal = Removal(folder.url, ours=is_worker_file, remove=folder.delete, fence=lambda: _fence(folder))
     names = {info.key for info in folder.list()}
     merged, suspects = sorted(names & {PREDICTIONS, SUBMISSION}), sorted(names & {SUSPECTS})
     if not removal.in_order([METADATA, *merged]):
         busy = f"{folder.url} cannot be started again: a worker has just committed to it"
         raise StoreError(busy, fix="stop the worker, then run the same command again")
     removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
-    removal.in_parallel(info.key for info in folder.list() if is_data(info.key))
+    removal.in_parallel(info.key for info in folder.list() if is_data_file(info.key))
     removal.in_order([PROGRESS, *suspects, STREAM])
 
 
@@ -124,7 +126,7 @@ def _fence(folder: Folder) -> bool:
 
 
 HOUR = 3600.0
-_SILENCE = 600.0
+_DEAD_AFTER = 600.0
 """Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
 
 
@@ -133,7 +135,7 @@ def is_alive(folder: Folder, now: float) -> bool:
     beat = read_beat(folder)
     if beat is None:
         return any(info.key == PROGRESS for info in folder.list(PROGRESS))
-    return not beat.phase.ended and beat.age(now) < _SILENCE
+    return not beat.phase.ended and beat.age(now) < _DEAD_AFTER
 
 
 def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_than: float = HOUR) -> list[Garbage]:
@@ -144,15 +146,15 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
     numbers = {folder: stream_number(folder.partition("/")[0]) or 0 for folder in named}
     found = [
         Garbage("shard", numbers[folder], info.key, info.size, now - info.updated, info.key)
-        for info in list_streams(root)
+        for info in list_stream_files(root)
         for folder, name in [_split(info.key)]
-        if folder in named and is_data(name) and name not in named[folder]
+        if folder in named and is_data_file(name) and name not in named[folder]
     ]
     found += [
         Garbage("upload", numbers[folder], left.key, left.size, now - left.started, left.handle)
         for left in root.unfinished("")
         for folder, name in [_split(left.key)]
-        if folder in named and is_ours(name)
+        if folder in named and is_worker_file(name)
     ]
     alive = {folder: is_alive(root.child(folder), now) for folder in {_split(item.key)[0] for item in found}}
     return [replace(item, state=_state(item, alive, older_than)) for item in found]
@@ -178,7 +180,7 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
     before the search.
     """
     removals = {
-        folder: Removal(f"{root.url}/{folder}", ours=is_data, remove=root.child(folder).delete, fence=create_fence)
+        folder: Removal(f"{root.url}/{folder}", ours=is_data_file, remove=root.child(folder).delete, fence=create_fence)
         for folder, create_fence in fences.items()
     }
 
@@ -197,7 +199,7 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
     ]
 
 
-_MOST_FILLED = 1000
+_MAX_GAP = 1000
 """The widest gap of numbers that is filled with empty commits. A stale commit after a wider gap is removed."""
 
 
@@ -231,10 +233,10 @@ def repair_ledger(
     kept: list[str] = []
     filled = max([free, *(commit.number for commit in commits)])
     for commit in stale:
-        key, copy = commit_key(commit.number), stray_key(commit.number, commit.stream)
+        key, copy = commit_key(commit.number), stale_commit_key(commit.number, commit.stream)
         folder.create(copy, folder.get(key))
         kept.append(f"{folder.url}/{copy}")
-        if commit.number - filled > _MOST_FILLED:
+        if commit.number - filled > _MAX_GAP:
             removal.in_order([key])
             continue
         for number in range(filled + 1, commit.number):

@@ -81,12 +81,12 @@ class Beat(Reading):
         return beat
 
 
-EVERY = 30.0
-_TAIL = 20
-_LINE = 400
-_MOST = 1 << 20
+INTERVAL = 30.0
+_LOG_LINES = 20
+_MAX_LINE = 400
+_MAX_BYTES = 1 << 20
 """The largest heartbeat that is read, in bytes. Workers write at most 10,000 bytes."""
-_PATIENCE = 10.0
+_LAST_BEAT_TIMEOUT = 10.0
 """Seconds that the end of a run waits for the last heartbeat."""
 
 
@@ -99,7 +99,7 @@ class Heartbeat:
         attempt: str,
         read: Callable[[], Reading],
         *,
-        every: float = EVERY,
+        every: float = INTERVAL,
         clock: Callable[[], float] = time.time,
         host: str | None = None,
         log: Callable[[str], None] = lambda _line: None,
@@ -110,7 +110,7 @@ class Heartbeat:
         self._started = self._progressed = iso_time(clock())
         self._last: Reading | None = None
         self._hidden = secret_values({}, os.environ)
-        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._tail: deque[str] = deque(maxlen=_LOG_LINES)
         self._error: str | None = None
         self._ended: Phase | None = None
         self._handed_over = False
@@ -127,13 +127,13 @@ class Heartbeat:
         if error is not None:
             text = str(error) if isinstance(error, SpileError) else f"{type(error).__name__}: {error}"
             text = "interrupted" if isinstance(error, KeyboardInterrupt) else text
-            self._error = hide_values(text, self._hidden)[:_LINE]
+            self._error = hide_values(text, self._hidden)[:_MAX_LINE]
             asked = isinstance(error, Interrupted) or not isinstance(error, Exception)
             self._ended = Phase.STOPPED if asked else Phase.FAILED
             self._handed_over = isinstance(error, Fenced)  # The worker that took over writes the heartbeat now.
         self._over.set()
         self._wake.set()
-        self._thread.join(_PATIENCE)
+        self._thread.join(_LAST_BEAT_TIMEOUT)
 
     def beat(self) -> None:
         """Request a heartbeat soon, such as after a commit. This does not block."""
@@ -141,7 +141,7 @@ class Heartbeat:
 
     def note(self, line: str) -> None:
         """Add a line of the log. The heartbeat contains the last lines, without the values of secret variables."""
-        self._tail.append(hide_values(line, self._hidden)[:_LINE])
+        self._tail.append(hide_values(line, self._hidden)[:_MAX_LINE])
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -181,12 +181,12 @@ def read_beat(folder: Folder) -> Beat | None:
     except (NotFound, Damaged):
         return None
     try:
-        return Beat.from_json(json.loads(data)) if len(data) <= _MOST else None
+        return Beat.from_json(json.loads(data)) if len(data) <= _MAX_BYTES else None
     except Exception:  # noqa: BLE001 - the content is untrusted, and a malformed heartbeat must not stop a monitor
         return None
 
 
-SILENCE = 150.0
+SILENT_AFTER = 150.0
 """Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
 
 

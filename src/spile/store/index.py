@@ -21,16 +21,16 @@ from functools import partial
 from spile.errors import SpileError, StoreError, untrusted
 from spile.objects.folder import Folder, read_ahead
 from spile.objects.mirror import home_of
-from spile.store.layout import COMMITS, STREAM, StreamFiles, commit_key, commit_number, existing_folder, survey
+from spile.store.layout import COMMITS, STREAM, ListedStream, commit_key, commit_number, existing_folder, scan_streams
 
 INDEX = "index/"
 _GROUP = 128
 """The number of streams whose entries are in one object."""
-_FEWEST = 48
+_MIN_STREAMS = 48
 """The ledgers of fewer streams are read as fast as the index."""
-_LARGEST_LEDGER = 64 << 10
+_MAX_LEDGER = 64 << 10
 """Bytes of the commits of a stream. The entry of a stream with larger ledgers has its record only."""
-_LARGEST_GROUP = _GROUP * (_LARGEST_LEDGER + (16 << 10))
+_MAX_GROUP = _GROUP * (_MAX_LEDGER + (16 << 10))
 _ATTEMPTS = 6
 _PAUSE = 2.0
 """Seconds between two attempts, at most."""
@@ -47,9 +47,9 @@ class IndexEntry:
     """None if they are too large."""
 
 
-def read_index(root: Folder, found: Mapping[int, StreamFiles]) -> dict[int, IndexEntry]:
+def read_index(root: Folder, found: Mapping[int, ListedStream]) -> dict[int, IndexEntry]:
     """Return the entries that agree with a listing. Objects that cannot be read count as absent."""
-    if root.local_path is not None or len(found) < _FEWEST:
+    if root.local_path is not None or len(found) < _MIN_STREAMS:
         return {}
     keys = sorted({group_key(number) for number in found})
     entries: dict[int, IndexEntry] = {}
@@ -81,11 +81,11 @@ def copy_ledger(root: Folder, number: int) -> IndexEntry:
     """Return the entry of a stream."""
     folder = existing_folder(root, number)
     infos = [info for info in root.list(f"{folder}/") if not info.key.startswith(f"{folder}/shard_")]
-    files = survey(root, infos)[number]
+    files = scan_streams(root, infos)[number]
     numbers = [each for info in infos if (each := commit_number(info.key.removeprefix(f"{folder}/"))) is not None]
     size = sum(info.size for info in infos if info.key.startswith(f"{folder}/{COMMITS}"))
     keys = [f"{folder}/{commit_key(each)}" for each in sorted(numbers)]
-    commits = tuple(data.decode() for data in root.get_many(keys)) if size <= _LARGEST_LEDGER else None
+    commits = tuple(data.decode() for data in root.get_many(keys)) if size <= _MAX_LEDGER else None
     return IndexEntry(files.digest, root.get(f"{folder}/{STREAM}").decode(), commits)
 
 
@@ -105,7 +105,7 @@ def _read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
     try:
         data = root.get(key)
         with untrusted(StoreError, "an object of the index is malformed"):
-            fields = json.loads(zlib.decompressobj().decompress(data, _LARGEST_GROUP))
+            fields = json.loads(zlib.decompressobj().decompress(data, _MAX_GROUP))
             return {
                 int(number): IndexEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
                 for number, (digest, stream, texts) in fields.items()

@@ -50,7 +50,7 @@ def stream_number(folder: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def list_streams(root: Folder) -> Iterator[ObjectInfo]:
+def list_stream_files(root: Folder) -> Iterator[ObjectInfo]:
     """List the files of all streams, under both names.
 
     A bucket lists one page after another, so the streams of a large dataset are listed by their first digit at once.
@@ -77,11 +77,11 @@ def existing_folder(root: Folder, worker_id: int) -> str:
 
 
 @dataclass
-class StreamFiles:
-    """What a listing shows of the records of one stream."""
+class ListedStream:
+    """What a listing of the dataset shows about one stream."""
 
     folder: str
-    begun: bool = False
+    started: bool = False
     """Whether there is a ``stream.json``."""
     added: list[str] = field(default_factory=list)
     """The folders of added taps."""
@@ -97,23 +97,23 @@ class StreamFiles:
         added, name = split_addition(key)
         if added and added not in self.added:
             self.added.append(added)
-        self.begun |= key == STREAM
+        self.started |= key == STREAM
         if name == STREAM or name.startswith(COMMITS):
             self._hash.update(f"{key}\0{info.size}\0{info.etag or repr(info.updated)}\n".encode())
 
 
-def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int, StreamFiles]:
+def scan_streams(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int, ListedStream]:
     """Return the streams of a dataset by number, from one listing, even those without a ``stream.json``."""
-    found: dict[int, StreamFiles] = {}
+    found: dict[int, ListedStream] = {}
     previous = ""
-    for info in list_streams(root) if infos is None else infos:
+    for info in list_stream_files(root) if infos is None else infos:
         folder, _, key = info.key.partition("/")
         if folder == previous and key.startswith("shard_"):
             continue  # Most objects are shards of known streams.
         number, (_, name) = stream_number(folder), split_addition(key)
         if number is None or not (name == STREAM or name.startswith(COMMITS) or is_shard(name)):
             continue
-        files = found.setdefault(number, StreamFiles(folder))
+        files = found.setdefault(number, ListedStream(folder))
         if files.folder != folder:
             both = f"stream {number} of {root.url} has two folders: {files.folder} and {folder}"
             raise Damaged(both, fix="move the one that does not belong to this run out of the dataset")
@@ -124,7 +124,7 @@ def survey(root: Folder, infos: Iterable[ObjectInfo] | None = None) -> dict[int,
 
 def find_streams(root: Folder) -> dict[int, str]:
     """Return the folder of each stream that was started, by the numbers of the streams, in their order."""
-    return {number: files.folder for number, files in survey(root).items() if files.begun}
+    return {number: files.folder for number, files in scan_streams(root).items() if files.started}
 
 
 def addition_folder(taps: Iterable[str]) -> str:
@@ -154,7 +154,7 @@ def commit_number(key: str) -> int | None:
     return int(match[1]) if match and int(match[1]) > 0 else None
 
 
-def stray_key(number: int, stream: str) -> str:
+def stale_commit_key(number: int, stream: str) -> str:
     """Return the key for the copy of a stale commit that was removed from the ledger."""
     return f"strays/{number:04d}-{stream}.json"
 
@@ -180,7 +180,7 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def is_data(name: str) -> bool:
+def is_data_file(name: str) -> bool:
     """Return whether a name has the form of a shard's or an answer file's name, which garbage collection may remove."""
     return is_shard(name) or _PREDICTIONS.fullmatch(name) is not None
 

@@ -73,7 +73,7 @@ def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dic
     return dict(record)
 
 
-_MOST = 1 << 53
+_MAX_NUMBER = 1 << 53
 """An upper limit for counts and sizes. Every JSON reader represents smaller integers exactly."""
 
 
@@ -151,7 +151,7 @@ class ShardRecord:
             predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
         )
         numbers = (record.size, record.tokens, *record.header, *record.samples.bounds())
-        if not 0 <= min(numbers) <= max(numbers) < _MOST or record.header[0] > record.size:
+        if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER or record.header[0] > record.size:
             raise ValueError(f"{record.name!r} has a number out of range")
         answers = record.predictions
         if not is_shard(record.name) or (answers is not None and answers.name != predictions_name(record.name)):
@@ -217,7 +217,7 @@ class Commit:
                 parts=tuple(Part(int(first), int(rows), str(hash_)) for first, rows, hash_ in fields.get("parts", ())),
             )
             numbers = (commit.number, commit.end or 0, *(skip.index for skip in commit.skipped))
-            if not 0 <= min(numbers) <= max(numbers) < _MOST:
+            if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER:
                 raise ValueError("a number is out of range")
             if commit.created:
                 parse_time(commit.created)
@@ -229,7 +229,7 @@ class Commit:
         return stored + [(skip.index, skip.index + 1) for skip in self.skipped]
 
 
-_ASKED_FOR = 1000
+_MAX_REQUESTS = 1000
 """The largest number of missing commits that are requested by name before they are reported as a gap. Far fewer
 commits are created during one listing."""
 
@@ -364,7 +364,7 @@ def read_all_commits(folder: Folder, stream: str, after: int = 0) -> Iterator[Co
 def _read_unlisted(folder: Folder, absent: Ranges, last: int) -> Iterator[Commit]:
     """Yield commits that a listing missed: beyond 9999, a new name may sort before those already listed."""
     found: dict[int, bytes] = {}
-    if len(absent) <= _ASKED_FOR:
+    if len(absent) <= _MAX_REQUESTS:
         found = {number: data for number in absent if (data := get_if_present(folder, commit_key(number))) is not None}
     if lost := absent - Ranges.of(found):
         raise Damaged(

@@ -22,7 +22,7 @@ from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard import POSITIONS
 from spile.store.shard_reader import ShardReader
 
-_LARGEST_LOGPROB = 1e-3
+_MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, plus rounding."""
 
 
@@ -59,7 +59,7 @@ Decode = Callable[[Sequence[int]], str]
 """Return the text of token ids."""
 
 
-def answers_problem(
+def find_answer_problems(
     shard: ShardReader, predictions: Mapping[int, Prediction], run: RunIdentity, decode: Decode | None = None
 ) -> list[str]:
     """Return the problems of a shard's answers: of each answer alone, and compared with the sample's tokens and note.
@@ -95,7 +95,7 @@ def _contradictions(
         yield "ends with stop, but a stop token is not its last token, or not only"
     if answer.stop_reason == "length" and (ended or len(answer.tokens) != generation.max_new_tokens):
         yield f"ends with length, but has {len(answer.tokens)} tokens of {generation.max_new_tokens}, or a stop token"
-    if not all(-math.inf < each <= _LARGEST_LOGPROB for each in answer.logprobs):
+    if not all(-math.inf < each <= _MAX_LOGPROB for each in answer.logprobs):
         yield "has a log-probability above 0 or not a number"
     if outside_vocabulary(np.array(answer.tokens, np.int64), run):
         yield "has token ids outside the vocabulary"

@@ -1,18 +1,19 @@
-"""Find the sample that kills workers, and set it aside: the record of samples on trial, and the rules of the search.
+"""Find the sample that kills workers and quarantine it: the record of trials, and the rules of the search.
 
-A sample may end the process that computes it: a fault in a runtime, an allocation that the system answers with a kill,
-or a loop that never ends. ``suspects.json`` in the stream's folder is how one worker tells the next what it was working
-on. After a worker was killed, the next one works in *trials*: it writes the samples of a trial into the record,
-computes and commits them, and continues with the next trial. If it is killed too, its successor divides those samples
-into smaller groups, and so on. A sample that ends workers when it is computed alone is committed as skipped, with the
-reason ``quarantined``.
+A sample can end the process that computes it: a fault in a runtime, an allocation that makes the system kill the
+process, or an endless loop. Each worker writes what it is working on to ``suspects.json`` in the stream's folder, for
+the worker after it. After a worker was killed, the next one works in *trials*: it writes the samples of a trial into
+the record, computes and commits them, and continues with the next trial. If it is killed too, the next worker divides
+those samples into smaller groups, and so on. A sample that ends workers when it is computed alone is committed as
+skipped, with the reason ``quarantined``.
 
 The record only guides the search. The quarantine itself is a commit: it is durable, fenced and exactly once.
 
-Samples are blamed only for what is known to be no disruption. A worker that is restarted by a supervisor finds
-:data:`VARIABLE` in its environment, which says whether the launch before it was killed by a signal. A machine that was
-lost takes its supervisor with it, so no such message exists, and a worker that was stopped is not reported as killed.
-Before a sample is tried alone, the worker computes a sample that is already stored. If that fails, no sample is blamed.
+A sample is suspected only if the worker was neither stopped nor lost with its machine. A supervisor sets
+:data:`VARIABLE` in the environment of a worker that it restarts, which says whether the previous launch was killed by a
+signal. If a machine is lost, its supervisor is lost too and sets nothing, and a worker that was stopped is not reported
+as killed. Before a sample is tried alone, the worker computes a sample that is already stored (the control). If that
+fails, no sample is suspected.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ how many ended in another way, and how the last one was killed: ``signal 9``, :d
 UNKNOWN = "?"
 PARTS = 32
 """A group that ended a worker is divided into this many groups. More groups need fewer attempts and more shards."""
-CAREFUL = 16
+CAREFUL_TRIALS = 16
 """Trials in the order of the stream after a worker was killed: about the shards that a worker has in flight."""
 _ALONE, _DEATHS = 2, 3
-"""A sample is quarantined after it ended this many workers, and this many of them alone, after a successful control."""
+"""A sample is quarantined after it ended ``_DEATHS`` workers, ``_ALONE`` of them alone after a successful control."""
 _SECTION = (256, 16_384)
-"""Least and most samples of a trial in the order of the stream. A shard has at most as many."""
-MOST_QUARANTINED = 16
+"""The smallest and largest number of samples of a trial in the order of the stream."""
+MAX_QUARANTINED = 16
 """Samples of one stream. If more of them fail, the machine or the model is at fault."""
 _EVERYTHING = Ranges([(0, 1 << 53)])
 
@@ -122,12 +123,12 @@ class Suspects:
     """How many of those were working on a single sample, after a successful control."""
 
     @property
-    def convicted(self) -> bool:
+    def must_be_quarantined(self) -> bool:
         """Whether this is one sample that is to be quarantined."""
         return len(self.samples) == 1 and self.alone >= _ALONE and len(self.causes) >= _DEATHS
 
     @property
-    def verdict(self) -> str:
+    def causes_text(self) -> str:
         """The causes as one clause: ``worker killed by signal 9 three times``."""
         counts = {cause: self.causes.count(cause) for cause in self.causes}
         return ", ".join(cause if count == 1 else f"{cause} {_times(count)}" for cause, count in counts.items())
@@ -160,24 +161,26 @@ class Trials:
     def suspects(self) -> Ranges:
         return Ranges(pair for group in self.groups for pair in group.samples.pairs())
 
-    def began(self, samples: Ranges, *, controlled: bool = False) -> Trials:
+    def with_trial(self, samples: Ranges, *, controlled: bool = False) -> Trials:
         """Return the record to write before these samples are tried."""
         fresh = samples & self.suspects != samples
         return replace(self, trial=samples, controlled=controlled, careful=max(0, self.careful - fresh))
 
-    def passed(self) -> Trials:
+    def after_success(self) -> Trials:
         """Return the record after the samples on trial were committed."""
         groups = tuple(group for group in self.groups if group.samples != self.trial)
         return replace(self, groups=groups, trial=Ranges(), controlled=False)
 
-    def blamed(self, cause: str) -> Trials:
+    def after_failure(self, cause: str) -> Trials:
         """Return the record after a worker ended while it was working on the trial."""
         known = next((group for group in self.groups if group.samples == self.trial), Suspects(self.trial))
         others = tuple(group for group in self.groups if group.samples != self.trial)
         alone = len(self.trial) == 1 and self.controlled
         group = replace(known, causes=(*known.causes, cause), alone=known.alone + alone)
         parts = () if not self.trial else (group,) if len(self.trial) == 1 else group.divided()
-        return replace(self, groups=(*others, *parts), trial=Ranges(), controlled=False, careful=CAREFUL, ended="")
+        return replace(
+            self, groups=(*others, *parts), trial=Ranges(), controlled=False, careful=CAREFUL_TRIALS, ended=""
+        )
 
     def without(self, done: Ranges) -> Trials:
         """Return the record without the samples that are in the ledger."""
@@ -195,7 +198,7 @@ class Trials:
 
         """
         for group in self.groups:
-            if group.convicted:
+            if group.must_be_quarantined:
                 return Step("quarantine", group.samples)
         free = left - self.suspects
         if free and self.careful:
@@ -212,9 +215,9 @@ class Step:
     kind: str
     """``trial``, ``rest`` (all samples that are not suspected, without a trial), ``quarantine`` or ``done``."""
     samples: Ranges = field(default_factory=Ranges)
-    whole: bool = False
-    """Whether these are all samples that were left when the worker began."""
-    control: Ranges = field(default_factory=Ranges)
+    all_remaining: bool = False
+    """Whether these are all samples that were left when the worker started."""
+    control_samples: Ranges = field(default_factory=Ranges)
     """Stored samples of which one is computed again before a suspect is tried alone."""
 
     @property
@@ -227,11 +230,11 @@ def resume_trials(stored: Trials | None, supervision: Supervision, stream: str, 
     trials = stored if stored is not None and stored.stream == stream else Trials(stream)
     unfinished = bool(trials.trial - done) or not trials.trial
     if trials.ended:
-        trials = trials.blamed(trials.ended) if unfinished else replace(trials, ended="")
+        trials = trials.after_failure(trials.ended) if unfinished else replace(trials, ended="")
     elif supervision.killed_launch:
         if trials.launch == supervision.killed_launch and unfinished:
-            trials = trials.blamed(supervision.cause)
-        trials = replace(trials, careful=CAREFUL)
+            trials = trials.after_failure(supervision.cause)
+        trials = replace(trials, careful=CAREFUL_TRIALS)
     return replace(trials, trial=Ranges(), controlled=False, launch=supervision.launch).without(done)
 
 

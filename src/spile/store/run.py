@@ -71,7 +71,7 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
         raise mismatch(root.url, differing)
     if stored.folders != identity.folders:  # Another worker has just created the run.
         raise RunMismatch(
-            f"{root.url} was begun with folders named {stored.folders}_N",
+            f"{root.url} was created with folders named {stored.folders}_N",
             found=f"{identity.folders}_N",
             fix="run the same command again",
         )

@@ -89,7 +89,7 @@ def decode(
 
 ALIGN = 4096
 _BYTES, _ROWS = "chunk_bytes", "chunk_rows"
-_LARGEST_CHUNK = 64 << 20
+_MAX_CHUNK = 64 << 20
 """Bytes of a chunk, unless it is a single row. It limits how much must be read to get one row."""
 _SHOWN = 80
 """The number of characters of an invalid value that an error shows."""
@@ -243,16 +243,16 @@ def _parse_chunk_bytes(header: SafetensorsHeader, where: str) -> dict[str, int]:
     """Return the length of each tensor's chunks; raise :class:`Damaged` if the header does not state valid ones."""
     with untrusted(Damaged, f"{where} has a header without the sizes of its chunks"):
         size, rows = int(header.metadata[_BYTES]), dict(json.loads(header.metadata.get(_ROWS, "{}")))
-    if not 1 <= size <= _LARGEST_CHUNK:
-        found, expected = header.metadata[_BYTES][:_SHOWN], f"1 to {_LARGEST_CHUNK}"
+    if not 1 <= size <= _MAX_CHUNK:
+        found, expected = header.metadata[_BYTES][:_SHOWN], f"1 to {_MAX_CHUNK}"
         raise Damaged(f"{where} has a header with an invalid {_BYTES}", expected=expected, found=found)
     taps = {name: place for name, place in header.places.items() if len(place.shape) == 2}
     for name, count in rows.items():
         row = taps[name].dtype.itemsize * taps[name].shape[1] if name in taps else 0
-        if not row or type(count) is not int or count < 1 or count * row > max(row, _LARGEST_CHUNK):
+        if not row or type(count) is not int or count < 1 or count * row > max(row, _MAX_CHUNK):
             raise Damaged(
                 f"{where} has a header with an invalid {_ROWS}",
-                expected=f"for each tap one row, or rows of at most {_LARGEST_CHUNK} bytes together",
+                expected=f"for each tap one row, or rows of at most {_MAX_CHUNK} bytes together",
                 found=f"{name[:_SHOWN]!r}: {str(count)[:_SHOWN]}",
             )
     if missing := [name for name in taps if name not in rows and not name.endswith(SUMS)]:
@@ -357,7 +357,7 @@ class ShardBuilder:
 
     def _finish(self, samples: int) -> ShardRecord:
         if not 0 < samples <= len(self._notes):
-            raise ValueError(f"{samples} samples of the {len(self._notes)} begun")
+            raise ValueError(f"{samples} samples, but the shard was begun with {len(self._notes)}")
         tokens = int(self.offsets[samples])
         chunks = {tap.name: self._chunks(number, tokens) for number, tap in enumerate(self._schema.rows)}
         statistics = {tap: each.result() for tap, each in self._statistics.items()}

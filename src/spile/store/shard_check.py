@@ -19,7 +19,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD
 from spile.spec.sample import Prediction, Role
 from spile.store.ledger import ShardRecord
-from spile.store.predictions import Decode, answers_problem, outside_vocabulary, read_predictions
+from spile.store.predictions import Decode, find_answer_problems, outside_vocabulary, read_predictions
 from spile.store.report import Problem
 from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
 from spile.store.shard_reader import ShardReader
@@ -42,10 +42,10 @@ def check_shard(
     record: ShardRecord,
     stream: StreamRecord,
     run: RunIdentity,
-    seen: Callable[[int], None] = lambda _: None,
+    count_bytes: Callable[[int], None] = lambda _: None,
     decode: Decode | None = None,
 ) -> list[Problem]:
-    """Return the problems of a shard. ``seen`` is called with the number of bytes after each read.
+    """Return the problems of a shard. ``count_bytes`` is called with the number of bytes after each read.
 
     ``decode`` returns the text of token ids; None does not compare the texts of answers.
     """
@@ -58,7 +58,7 @@ def check_shard(
         shard = ShardReader(folder, record)
         wrong = _check_header(shard, schema) or _check_index(shard, schema.keep)
         sound = not wrong
-        wrong += _check_bytes(shard, run, seen)
+        wrong += _check_bytes(shard, run, count_bytes)
         if sound and stream.base is None:  # Added taps have the tokens of the stream, compared by their checksums.
             wrong += _check_content(shard, run, decode)
     except NotFound:
@@ -143,7 +143,7 @@ def _check_content(shard: ShardReader, run: RunIdentity, decode: Decode | None) 
         if shard.record.predictions is None:
             return [*wrong, "its commit names no predictions"]
         answers = {answer.sample: answer for answer in read_predictions(shard.folder, shard.record)}
-        wrong += answers_problem(shard, answers, run, decode)
+        wrong += find_answer_problems(shard, answers, run, decode)
     return wrong + (_check_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
 
 
@@ -225,11 +225,11 @@ def _row_of(shard: ShardReader, listed: TopRow) -> int | None:
     return found if found is not None and shard.read_tensor("tokens")[found] == listed.token else None
 
 
-def _check_bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], None]) -> list[str]:
+def _check_bytes(shard: ShardReader, run: RunIdentity, count_bytes: Callable[[int], None]) -> list[str]:
     """Check every chunk, then derive the checksums of tensors and object from the chunks, so bytes are read once."""
     problems: list[str] = []
     sums: list[tuple[int, int]] = [(shard.record.header[1], shard.record.header[0])]
-    seen(shard.record.header[0])
+    count_bytes(shard.record.header[0])
     for name, place in shard.header.places.items():
         if name == CHUNKS:
             sums.append((crc32c(shard.read_tensor(name).tobytes()), place.length))
@@ -247,7 +247,7 @@ def _check_bytes(shard: ShardReader, run: RunIdentity, seen: Callable[[int], Non
                 first += len(rows)
             if place.code == "I32" and len(place.shape) == 2 and not name.startswith("pattern_ids"):
                 strange |= outside_vocabulary(np.frombuffer(data, "<i4"), run)  # the ids of the largest logits
-            seen(len(data))
+            count_bytes(len(data))
         if bad:
             problems.append(f"{name} has {bad} values that are NaN or infinite")
         if strange:

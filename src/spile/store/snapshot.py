@@ -13,7 +13,7 @@ from spile.errors import Damaged, SpileError
 from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
-from spile.store.heartbeat import SILENCE, Beat, read_beat
+from spile.store.heartbeat import SILENT_AFTER, Beat, read_beat
 from spile.store.layout import PROGRESS, existing_folder, find_streams
 from spile.store.ledger import Commit, Ledger, parse_time, read_commits
 from spile.store.stream import StreamRecord, read_stream
@@ -210,7 +210,7 @@ class SnapshotReader:
         beat, now = read_beat(folder), self._clock()
         if beat is not None:
             self.beats[number] = beat
-        return view_of(number, name, record, ledger, beat, now - _clock_error(folder, beat, now))
+        return _view_stream(number, name, record, ledger, beat, now - _clock_error(folder, beat, now))
 
     def _ledger(self, number: int, folder: Folder, record: StreamRecord | None) -> Ledger:
         if record is None:
@@ -244,7 +244,7 @@ def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
     It is looked up only if the heartbeat seems to be old or from the future: then the time at which the bucket received
     the heartbeat counts, and not the time that the worker wrote into it.
     """
-    if beat is None or abs(beat.age(now)) <= SILENCE:
+    if beat is None or abs(beat.age(now)) <= SILENT_AFTER:
         return 0.0
     try:
         return folder.info(PROGRESS).updated - (now - beat.age(now))
@@ -255,7 +255,7 @@ def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
 _NO_BEAT = Beat(phase=Phase.UNKNOWN, attempt="", host="", started="", updated="", version="")
 
 
-def view_of(
+def _view_stream(
     number: int, name: str, record: StreamRecord | None, ledger: Ledger, beat: Beat | None, now: float
 ) -> StreamView:
     """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
@@ -298,8 +298,8 @@ def view_of(
 
 def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
-        quiet = ledger.created is not None and now - parse_time(ledger.created) > SILENCE
+        quiet = ledger.created is not None and now - parse_time(ledger.created) > SILENT_AFTER
         return State.SILENT if quiet else State.WAITING
     if beat.phase.ended:  # A worker may be done with its part while the stream is not.
         return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
-    return State.WORKING if beat.age(now) <= SILENCE else State.SILENT
+    return State.WORKING if beat.age(now) <= SILENT_AFTER else State.SILENT

@@ -23,9 +23,9 @@ SINK = 10.0
 """A row whose norm exceeds the median by this factor is considered an attention sink."""
 _GROWTH = math.log(1.04)
 _ZERO = -1_000_000
-_MOST_BIN = int(math.log(1.7e308) / _GROWTH)
+_MAX_BIN = int(math.log(1.7e308) / _GROWTH)
 """The norms of bins beyond this one are not finite."""
-_MOST_ROWS = 1 << 53
+_MAX_ROWS = 1 << 53
 _TOP = 8
 _BLOCK = 1 << 17
 """The number of values that are converted at a time, so that they stay in a core's cache until they are summed."""
@@ -129,10 +129,10 @@ class TapStatistics:
             return None
         places = [place for place in found.norms if place != _ZERO]
         counts = [found.count, *found.norms.values()]
-        known = min(counts) >= 0 and max(counts) < _MOST_ROWS and sum(found.norms.values()) <= found.count
+        known = min(counts) >= 0 and max(counts) < _MAX_ROWS and sum(found.norms.values()) <= found.count
         finite = all(0 <= row.norm < math.inf for row in found.top)
         ordered = [row.norm for row in found.top] == sorted((row.norm for row in found.top), reverse=True)
-        return found if known and finite and ordered and all(abs(place) <= _MOST_BIN for place in places) else None
+        return found if known and finite and ordered and all(abs(place) <= _MAX_BIN for place in places) else None
 
     def summary(self) -> dict[str, Any]:
         """Return a readable summary, as ``metadata.json`` contains it."""

@@ -68,7 +68,7 @@ class StreamStore:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._begun = ledger.commits
-        self._unsure = False
+        self._outcome_unknown = False
         self._committed = False
         self.statistics = False
         """Whether to compute statistics of the rows that are written."""
@@ -100,7 +100,7 @@ class StreamStore:
 
         """
         with self._lock:
-            if self._unsure:
+            if self._outcome_unknown:
                 raise StoreError(
                     f"it is unknown whether the last commit of {self.folder.url} was stored",
                     fix="run the same command again",
@@ -123,17 +123,19 @@ class StreamStore:
                     expected="samples that are not in the ledger",
                     found=twice.text(),
                 )
-            if self.record.identity.head is not None and not rows_recorded(self._ledger.plus([commit]), self.run):
+            if self.record.identity.head is not None and not all_rows_hashed(self._ledger.plus([commit]), self.run):
                 raise StoreError(f"refused to commit samples of {self.folder.url} whose rows were not hashed")
             self._refuse_restarted_stream()
-            self._unsure = True
+            self._outcome_unknown = True
             while not self._created(commit):
                 commit = replace(commit, number=commit.number + 1)
             self._ledger = self._ledger.plus([commit])
-            self._unsure, self._committed = False, True
+            self._outcome_unknown, self._committed = False, True
             return commit
 
-    def follow(self, shards: Sequence[ShardRecord], skipped: Sequence[Skip] = (), end: int | None = None) -> None:
+    def record_commit(
+        self, shards: Sequence[ShardRecord], skipped: Sequence[Skip] = (), end: int | None = None
+    ) -> None:
         """Record the shards of this process that process 0 of the pod has committed. Nothing is written."""
         with self._lock:
             number = self._ledger.commits + 1
@@ -188,7 +190,7 @@ class StreamStore:
         absent = [
             file.name
             for file in stored.files
-            if there.get(file.name) != file.size and not (file.name not in there and self._elsewhere(file.name))
+            if there.get(file.name) != file.size and (file.name in there or not self._may_be_on_another_host(file.name))
         ]
         if lost or absent or stored.doubled:
             raise Damaged(
@@ -199,7 +201,7 @@ class StreamStore:
             )
         return stored
 
-    def _elsewhere(self, name: str) -> bool:
+    def _may_be_on_another_host(self, name: str) -> bool:
         """Return whether the shard may be on the local disk of another host of the pod."""
         return bool(shard_host(name)) and not is_remote(self.folder.url)
 
@@ -223,7 +225,7 @@ class StreamStore:
         return record
 
 
-def rows_recorded(ledger: Ledger, run: RunIdentity) -> bool:
+def all_rows_hashed(ledger: Ledger, run: RunIdentity) -> bool:
     """Return whether the commits of a streamed dataset cover the rows of all committed samples without a gap."""
     per_row = run.prompt.predictions_per_task
     needed = 0 if run.prompt.pack else -(-max(ledger.done.bounds(), default=0) // per_row)

@@ -22,7 +22,15 @@ from spile.spec.ranges import Ranges
 from spile.spec.taps import TapRows
 from spile.store.cleanup import clear_folder
 from spile.store.index import IndexEntry, read_index
-from spile.store.layout import METADATA, STREAM, addition_folder, existing_folder, find_streams, new_attempt, survey
+from spile.store.layout import (
+    METADATA,
+    STREAM,
+    addition_folder,
+    existing_folder,
+    find_streams,
+    new_attempt,
+    scan_streams,
+)
 from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
@@ -35,8 +43,8 @@ def expected_streams(records: Sequence[StreamRecord]) -> int | None:
     return max((r.identity.streams for r in records if r.identity.streams is not None), default=None)
 
 
-def judge_split(
-    root: str, begun: Collection[int], records: Sequence[StreamRecord], chosen: Collection[int] | None = None
+def check_split(
+    root: str, started: Collection[int], records: Sequence[StreamRecord], chosen: Collection[int] | None = None
 ) -> tuple[Ranges, list[Problem]]:
     """Return the streams that no worker has started, and the problems of the split as a whole.
 
@@ -44,13 +52,13 @@ def judge_split(
     """
     total = expected_streams(records)
     wanted = Ranges.of(chosen) if chosen is not None else Ranges([(0, total or 0)])
-    absent = wanted - Ranges.of(begun)
+    absent = wanted - Ranges.of(started)
     problems = []
     if absent:
         noun, verb = ("stream", "was") if len(absent) == 1 else ("streams", "were")
         text = f"{noun} {absent.text()} {verb} never begun ({len(absent)} of {len(wanted)})"
         problems.append(Problem("missing", root, text))
-    elif not wanted and not begun:
+    elif not wanted and not started:
         problems.append(Problem("missing", root, "the dataset has no stream"))
     return absent, problems + mixed_splits(root, records)
 
@@ -84,8 +92,8 @@ def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, 
     stored = read_stream(folder)
     if stored is not None and stored.base != base.id:
         clear_folder(home_of(folder))  # The taps were added before the stream was started again.
-    whole = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
-    fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, whole, base.id)
+    added = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
+    fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, added, base.id)
     stored = read_or_create(folder, fresh)
     if stored.base != base.id:
         raise Damaged(f"{folder.url}/{STREAM} changed while it was being read", fix="run the same command again")
@@ -130,27 +138,27 @@ class Stream:
     Args:
         folder: The folder of the stream, or of the added taps.
         record: Its ``stream.json``.
-        begun: All additions of taps, including unfinished ones.
+        additions: All additions of taps, including unfinished ones.
         entry: Its entry in the index, if there is one.
 
     """
 
     def __init__(
-        self, folder: Folder, record: StreamRecord, begun: Sequence[Stream] = (), entry: IndexEntry | None = None
+        self, folder: Folder, record: StreamRecord, additions: Sequence[Stream] = (), entry: IndexEntry | None = None
     ) -> None:
         self.folder, self.record, self._entry = folder, record, entry
         self._commits: tuple[Commit, ...] | None = None
         self.number = record.worker_id
-        self.all_additions = tuple(begun)
+        self.all_additions = tuple(additions)
 
     @cached_property
     def additions(self) -> tuple[Stream, ...]:
         """The finished additions, which have every row. Readers use only these."""
-        return tuple(added for added in self.all_additions if not added.remaining(self._own))
+        return tuple(added for added in self.all_additions if not added.remaining(self._own_shards))
 
     def added_shards(self, shards: Iterable[ShardRecord]) -> dict[str, ShardRecord]:
         """Map names of shards to the shards of these added taps for the same rows; those without one are left out."""
-        known = {alignment(shard): shard for shard in self._own}
+        known = {alignment(shard): shard for shard in self._own_shards}
         return {shard.name: known[alignment(shard)] for shard in shards if alignment(shard) in known}
 
     def remaining(self, shards: Sequence[ShardRecord]) -> list[ShardRecord]:
@@ -183,23 +191,23 @@ class Stream:
         return self._commits
 
     @property
-    def _own(self) -> tuple[ShardRecord, ...]:
+    def _own_shards(self) -> tuple[ShardRecord, ...]:
         return tuple(shard for commit in self.commits for shard in commit.shards)
 
     @cached_property
     def _added_by_shard(self) -> tuple[dict[str, ShardRecord], ...]:
         """For each addition: its shards by the names of the stream's own shards."""
-        return tuple(added.added_shards(self._own) for added in self.additions)
+        return tuple(added.added_shards(self._own_shards) for added in self.additions)
 
     @cached_property
     def shards(self) -> tuple[ShardRecord, ...]:
         """The shards in the order of their commits, with the statistics of added taps."""
-        return tuple(self._with_added(shard) for shard in self._own)
+        return tuple(self._with_added(shard) for shard in self._own_shards)
 
     @property
     def files(self) -> tuple[ShardRecord, ...]:
         """All files that readers use: the stream's own shards and those of added taps."""
-        return (*self._own, *(shard for added in self.additions for shard in added.shards))
+        return (*self._own_shards, *(shard for added in self.additions for shard in added.shards))
 
     def _with_added(self, shard: ShardRecord) -> ShardRecord:
         known = dict(shard.statistics)
@@ -258,7 +266,7 @@ def finished_quarantines(root: Folder) -> list[str]:
         return [sample for found in pool.map(read, find_streams(root).values()) for sample in found]
 
 
-def foreign_reason(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
+def ownership_problem(record: StreamRecord, number: int, run: RunIdentity) -> str | None:
     """Return why a ``stream.json`` does not belong to folder ``number`` of this run, or None if it does."""
     if record.fingerprint != run.fingerprint():
         return f"{STREAM} belongs to another run: expected fingerprint {run.fingerprint()}, found {record.fingerprint}"
@@ -274,11 +282,11 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
         Damaged: If a stream belongs to another run, another folder or another split of the data.
 
     """
-    found = {number: files for number, files in survey(root).items() if files.begun}
+    found = {number: files for number, files in scan_streams(root).items() if files.started}
     entries = read_index(root, found)
 
     def checked(stream: Stream, number: int) -> Stream:
-        if why := foreign_reason(stream.record, number, run):
+        if why := ownership_problem(stream.record, number, run):
             url = stream.folder.url
             fix = f"move {url} out of the dataset, then look for other problems with: spile verify {root.url}"
             raise Damaged(f"{url} does not belong to the dataset", found=why, fix=fix)
@@ -292,12 +300,12 @@ def open_streams(root: Folder, run: RunIdentity) -> list[Stream]:
             return None  # The stream was removed after it was listed.
         folders = [folder.child(name) for name in sorted(found[number].added)]
         # An addition without a record is being removed; one with another base belongs to a stream that was cleared.
-        begun = [
+        additions = [
             checked(Stream(each, added), number)
             for each in folders
             if (added := read_stream(each)) is not None and added.base == record.id
         ]
-        return checked(Stream(folder, record, begun, entry), number)
+        return checked(Stream(folder, record, additions, entry), number)
 
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="streams") as pool:
         streams = [stream for stream in pool.map(read, found) if stream is not None]

@@ -21,7 +21,7 @@ from spile.spec.run import DataSpec
 from spile.spec.sample import BAD_ROW
 from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, fence, find_garbage, free_number, remove_garbage, repair_ledger
-from spile.store.layout import COMMITS, RUN, STREAM, StreamFiles, survey
+from spile.store.layout import COMMITS, RUN, STREAM, ListedStream, scan_streams
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_all_commits
 from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
@@ -29,14 +29,14 @@ from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import read_run, stored_spec
 from spile.store.shard_check import check_shard
-from spile.store.stream import StreamRecord, read_stream, rows_recorded
+from spile.store.stream import StreamRecord, all_rows_hashed, read_stream
 from spile.store.streams import (
     CONCURRENT_REQUESTS,
     Stream,
     alignment,
+    check_split,
     expected_streams,
-    foreign_reason,
-    judge_split,
+    ownership_problem,
 )
 
 _BAD_ROWS = 10
@@ -106,23 +106,23 @@ def verify(
     and merges the results, so that the report is the same.
     """
     folder = open_folder(root) if isinstance(root, str) else root
-    run = _run_of(folder)
+    run = _require_run(folder)
     found = _read_ledgers(folder, run, lambda number: streams is None or number in streams)
     records = [stream.record for stream in found if stream.record is not None]
-    never, problems = judge_split(folder.url, [stream.number for stream in found], records, streams)
+    never, problems = check_split(folder.url, [stream.number for stream in found], records, streams)
     sizes = _commit_sizes(found)
-    seen = _byte_counter(progress, sum(sum(commits.values()) for commits in sizes.values()))
-    unchecked = () if run_parts is None else _use_results(run_parts(sizes), found, seen)
-    _check_shards(found, run, seen, decode)
+    count_bytes = _byte_counter(progress, sum(sum(commits.values()) for commits in sizes.values()))
+    unchecked = () if run_parts is None else _merge_results(run_parts(sizes), found, count_bytes)
+    _check_shards(found, run, count_bytes, decode)
     recomputed = None
     if recompute is not None and k:
         recomputed, wrong = compare(run, _readable_streams(found), recompute, k, seed)
         problems += wrong
-    asked = _asked(folder, max_samples)
+    asked = _run_limits(folder, max_samples)
     report = Report(
         folder.url,
         run.fingerprint(),
-        tuple(_judge(stream, run, asked) for stream in found),
+        tuple(_report_on(stream, run, asked) for stream in found),
         asked=asked.limits,
         recomputed=recomputed,
         problems=tuple(problems),
@@ -131,13 +131,13 @@ def verify(
         unchecked=unchecked,
     )
     if repair:
-        report = replace(report, streams=tuple(map(_repaired, found, report.streams)))
-    return _collect(folder, found, report, remove, older_than) if gc or remove else report
+        report = replace(report, streams=tuple(map(_repair, found, report.streams)))
+    return _collect_garbage(folder, found, report, remove, older_than) if gc or remove else report
 
 
 def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecked: Sequence[str]) -> dict[str, Any]:
     """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
-    run = _run_of(root)
+    run = _require_run(root)
     streams = _read_ledgers(root, run, part.has_stream)
     _check_shards(streams, run, lambda _: None, decode, part)
     checked = [
@@ -157,8 +157,8 @@ def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecke
     return {"checked": checked, "unchecked": list(unchecked)}
 
 
-def _use_results(
-    results: Iterable[Mapping[str, Any]], streams: Sequence[_LedgerCheck], seen: Callable[[int], None]
+def _merge_results(
+    results: Iterable[Mapping[str, Any]], streams: Sequence[_LedgerCheck], count_bytes: Callable[[int], None]
 ) -> tuple[str, ...]:
     """Record what other processes have checked. Return what they could not check, and why."""
     ledgers = {(each.path, each.record.id): each for stream in streams for each in stream.ledgers if each.record}
@@ -176,18 +176,18 @@ def _use_results(
                     wrong = checked["problems"].get(shard.name, ())
                     ledger.checked[shard.name] = [Problem(kind, f"{url}/{shard.name}", text) for kind, text in wrong]
                     size += shard.size
-        seen(size)
+        count_bytes(size)
     return tuple(unchecked)
 
 
-def _run_of(root: Folder) -> RunIdentity:
+def _require_run(root: Folder) -> RunIdentity:
     run = read_run(root)
     if run is None:
         raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
     return run
 
 
-def _asked(root: Folder, max_samples: int | None) -> DataSpec:
+def _run_limits(root: Folder, max_samples: int | None) -> DataSpec:
     """Return the limits that the last command of the run was given; no limit if there is no readable ``spec.json``.
 
     Without the limits more samples are expected, so an unreadable spec never makes an incomplete dataset complete.
@@ -198,12 +198,12 @@ def _asked(root: Folder, max_samples: int | None) -> DataSpec:
 
 
 def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_LedgerCheck]:
-    there = {number: files for number, files in survey(root).items() if wanted(number)}
+    there = {number: files for number, files in scan_streams(root).items() if wanted(number)}
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
         return list(pool.map(partial(_read, root, run), there, there.values()))
 
 
-def _read(root: Folder, run: RunIdentity, number: int, files: StreamFiles) -> _LedgerCheck:
+def _read(root: Folder, run: RunIdentity, number: int, files: ListedStream) -> _LedgerCheck:
     stream = _read_ledger(number, root, run, files.folder)
     if stream.record is not None:
         every = [_read_ledger(number, root, run, f"{files.folder}/{added}") for added in sorted(files.added)]
@@ -220,7 +220,7 @@ def _read_ledger(number: int, root: Folder, run: RunIdentity, path: str) -> _Led
         if found.record is None:
             found.problems.append(Problem("damaged", where, f"{STREAM} is gone"))
             return found
-        if why := foreign_reason(found.record, number, run):
+        if why := ownership_problem(found.record, number, run):
             found.problems.append(Problem("damaged", where, why))
         commits = tuple(read_all_commits(found.folder, found.record.id))
         found.commits = tuple(commit for commit in commits if commit.stream == found.record.id)
@@ -244,18 +244,18 @@ def _byte_counter(progress: Callable[[int, int], None], total: int) -> Callable[
     """Return a function that adds up checked bytes. A lost update between threads is harmless."""
     done = 0
 
-    def seen(count: int) -> None:
+    def count_bytes(count: int) -> None:
         nonlocal done
         done += count
         progress(done, total)
 
-    return seen
+    return count_bytes
 
 
 def _check_shards(
     streams: Sequence[_LedgerCheck],
     run: RunIdentity,
-    seen: Callable[[int], None],
+    count_bytes: Callable[[int], None],
     decode: Decode | None,
     part: DatasetPart | None = None,
 ) -> None:
@@ -263,7 +263,7 @@ def _check_shards(
 
     def check(task: tuple[_LedgerCheck, StreamRecord, ShardRecord]) -> None:
         ledger, record, shard = task
-        ledger.checked[shard.name] = check_shard(ledger.folder, shard, record, run, seen, decode)
+        ledger.checked[shard.name] = check_shard(ledger.folder, shard, record, run, count_bytes, decode)
 
     tasks = [
         (ledger, ledger.record, shard)
@@ -294,7 +294,7 @@ def _readable_streams(streams: Sequence[_LedgerCheck]) -> list[Stream]:
     ]
 
 
-def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamReport:
+def _report_on(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamReport:
     """Compare the stream's samples with those that it must have."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
@@ -303,7 +303,7 @@ def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamRep
     most = None if identity is None else asked.token_limit(row_bytes(identity.rows(run)))
     expected = ledger.expected(total, asked.max_samples, most)
     problems = [problem for each in stream.ledgers for problem in each.all_problems]
-    problems += [problem for added in stream.additions for problem in _judge_added(stream, added)]
+    problems += [problem for added in stream.additions for problem in _check_added_taps(stream, added)]
     missing = Ranges()
     if stream.readable:
         missing = Ranges([(0, expected or 0)]) - ledger.done
@@ -320,7 +320,7 @@ def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamRep
                 problems.append(Problem("damaged", where, text))
             if ends - {total}:
                 problems.append(Problem("damaged", where, f"its commits disagree about its end: {sorted(ends)}"))
-        if identity is not None and identity.head is not None and not rows_recorded(ledger, run):
+        if identity is not None and identity.head is not None and not all_rows_hashed(ledger, run):
             problems.append(Problem("damaged", where, "its commits do not hold the hashes of all rows that were read"))
     skips = [skip for commit in stream.commits for skip in commit.skipped]
     return StreamReport(
@@ -344,7 +344,7 @@ def _judge(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamRep
     )
 
 
-def _judge_added(stream: _LedgerCheck, added: _LedgerCheck) -> list[Problem]:
+def _check_added_taps(stream: _LedgerCheck, added: _LedgerCheck) -> list[Problem]:
     """Check that added taps have each row of their stream once and no other rows."""
     if not added.readable or added.record is None or not stream.readable:
         return []
@@ -364,13 +364,15 @@ def _judge_added(stream: _LedgerCheck, added: _LedgerCheck) -> list[Problem]:
     return problems
 
 
-def _repaired(stream: _LedgerCheck, report: StreamReport) -> StreamReport:
+def _repair(stream: _LedgerCheck, report: StreamReport) -> StreamReport:
     if stream.record is None or not stream.readable or not stream.stale:
         return report
     return replace(report, kept=repair_ledger(stream.folder, stream.record.id, stream.commits, stream.stale))
 
 
-def _collect(root: Folder, streams: Sequence[_LedgerCheck], report: Report, remove: bool, older_than: float) -> Report:
+def _collect_garbage(
+    root: Folder, streams: Sequence[_LedgerCheck], report: Report, remove: bool, older_than: float
+) -> Report:
     readable = [each for stream in streams for each in stream.ledgers if each.readable]
     named = {each.path: each.names for each in readable}
     garbage = find_garbage(root, named, now=time.time(), older_than=older_than)

@@ -25,7 +25,7 @@ from spile.spec.records import known_fields
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows, row_bytes
-from spile.store.cleanup import remove_remains
+from spile.store.cleanup import remove_unfinished
 from spile.store.index import write_entry
 from spile.store.layout import RUN
 from spile.store.ledger import Ledger, ShardRecord
@@ -322,7 +322,7 @@ class _Backfill:
     ) -> bool:
         """Add the taps to one stream. Return False if stopped early."""
         remaining = self.remaining(stream)
-        remove_remains(store.folder)
+        remove_unfinished(store.folder)
         progress.phase(Phase.RUNNING)
         expected = sum(shard.count for shard in remaining)
         with StatusFiles(self.extraction, store, progress, pulse=True, expected=expected) as status:

@@ -23,12 +23,12 @@ from spile.spec.positions import ALL, ANSWER
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
-from spile.store.cleanup import clear_stream, remove_remains, stream_exists, stream_has_commits
+from spile.store.cleanup import clear_stream, remove_unfinished, stream_exists, stream_has_commits
 from spile.store.index import write_entry
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger
 from spile.store.quarantine import (
-    MOST_QUARANTINED,
+    MAX_QUARANTINED,
     Step,
     Supervision,
     Trials,
@@ -199,7 +199,7 @@ class StreamWork:
                     self._quarantine(next(iter(step.samples)))
                     continue
                 try:
-                    if not self._take(step, reader if step.whole else None):
+                    if not self._take(step, reader if step.all_remaining else None):
                         self._record(replace(self._trials, trial=Ranges()))
                         return False
                 except (OutOfDeviceMemory, MemoryError) as error:
@@ -252,10 +252,10 @@ class StreamWork:
         """Compute and commit the samples of a step; return False if stopped."""
         committed, stored = self._stream.ledger.commits, self._stream.ledger.samples
         if step.kind == "trial":
-            alone = len(step.samples) == 1
-            controlled = (alone and bool(step.control) and self._compute_control(step.control)) or self._healthy
+            needs_control = len(step.samples) == 1 and bool(step.control_samples)
+            controlled = (needs_control and self._compute_control(step.control_samples)) or self._healthy
             self._recorded = True
-            self._record(self._trials.began(step.samples, controlled=controlled))
+            self._record(self._trials.with_trial(step.samples, controlled=controlled))
         reader = given or _read(self._run, self._stream, step.others)
         self._stream.read_parts = lambda: reader.parts
         try:
@@ -272,7 +272,7 @@ class StreamWork:
                 reader.close()
         self._healthy = self._stream.ledger.samples > stored
         if finished and step.kind == "trial":
-            self._record(self._trials.passed())
+            self._record(self._trials.after_success())
         self._rest_done = self._rest_done or (finished and step.kind == "rest")
         return finished
 
@@ -315,13 +315,13 @@ class StreamWork:
         plan: list[Any] = []
         if self._hosts.first:
             ledger = self._stream.ledger
-            if len(ledger.quarantined) >= MOST_QUARANTINED:
+            if len(ledger.quarantined) >= MAX_QUARANTINED:
                 raise Failure(
                     f"{len(ledger.quarantined)} samples of {self._stream.folder.url} ended their workers and are "
                     "quarantined, and there are more",
                     fix="look for the fault in the machine, its memory or the model; see the workers' logs",
                 )
-            why = next(group.verdict for group in self._trials.groups if index in group.samples)
+            why = next(group.causes_text for group in self._trials.groups if index in group.samples)
             task_id, read = self._run.samples.find_task_id(index, ledger.parts, ledger.end)
             self._stream.read_parts = lambda: read
             plan = [task_id, why]
@@ -340,7 +340,7 @@ class StreamWork:
             raise error
         self._progress.log(f"{str(error) or 'host memory ran out'}: computing in trials, to find the sample at fault")
         self._recorded, self._rest_done, self._healthy = True, False, False
-        self._record(self._trials.blamed("out of memory"))
+        self._record(self._trials.after_failure("out of memory"))
 
     def _hung(self, seconds: float) -> None:
         """End this worker, and leave a record of what it was working on. No thread can be asked to end."""
@@ -496,7 +496,7 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: Worker
 
 def _remove_remains(stream: StreamStore, progress: Progress) -> None:
     """Remove unfinished shards of killed workers from the disk, and log it."""
-    count, removed = remove_remains(stream.folder)
+    count, removed = remove_unfinished(stream.folder)
     if count:
         files = counted(count, "unfinished shard")
         progress.log(f"removed {files} ({size(removed)}) that killed runs of this stream left behind")

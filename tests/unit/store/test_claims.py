@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spile.objects import Folder, open_folder
-from spile.store.claims import Claim, ClaimBook, ClaimReader, forget_finished
+from spile.store.claims import Claim, ClaimBook, ClaimReader, remove_finished_marks
 from spile_fakes.gcs import FakeGcs
 
 
@@ -34,7 +34,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def book(root: Folder, worker: str, clock: Clock) -> ClaimBook:
-    return ClaimBook(root, worker, expiry=90.0, clock=clock, chance=random.Random(worker))
+    return ClaimBook(root, worker, expiry=90.0, clock=clock, rng=random.Random(worker))
 
 
 def holders(root: Folder) -> dict[int, str]:
@@ -161,7 +161,7 @@ def test_a_finished_stream_is_not_offered_again_unless_the_goal_changes(root: Fo
     claim.finished = True
     claim.release()
     assert ClaimBook(root, "d", goal="x").take([7]) is None
-    forget_finished(root, 7)
+    remove_finished_marks(root, 7)
     assert taken(ClaimBook(root, "c", goal="x").take([7])) == 7, "its owner continues at once"
 
 
@@ -169,8 +169,8 @@ def test_many_workers_that_start_together_rarely_collide(root: Folder, monkeypat
     tried: list[int] = []
     create = Claim.create
     monkeypatch.setattr(Claim, "create", lambda claim: tried.append(claim.stream) or create(claim))
-    monkeypatch.setattr(ClaimBook, "_look", lambda _: None)  # none has seen the claims of the others
+    monkeypatch.setattr(ClaimBook, "_refresh", lambda _: None)  # none has seen the claims of the others
     for number in range(12):
-        assert ClaimBook(root, f"w{number}", chance=random.Random(number)).take(range(200)) is not None
+        assert ClaimBook(root, f"w{number}", rng=random.Random(number)).take(range(200)) is not None
     assert len(tried) <= 12 + 4
     assert max(tried) < 50, "the first ones are preferred"

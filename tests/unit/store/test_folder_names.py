@@ -51,7 +51,7 @@ def test_two_folders_of_one_stream_are_refused(tmp_path: Path) -> None:
 def test_a_run_that_another_worker_has_just_begun_under_the_other_name(tmp_path: Path) -> None:
     root = open_folder(str(tmp_path))
     join_run(root, run_identity())
-    with pytest.raises(RunMismatch, match=r"was begun with folders named tpu_N: found stream_N. Run the same"):
+    with pytest.raises(RunMismatch, match=r"was created with folders named tpu_N: found stream_N. Run the same"):
         join_run(root, run_identity(folders="stream"))
     found = read_run(root)
     assert found is not None

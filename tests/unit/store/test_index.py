@@ -13,7 +13,7 @@ from spile.objects import Folder, open_folder
 from spile.store import index, layout
 from spile.store.cleanup import clear_stream
 from spile.store.index import read_index, write_entry
-from spile.store.layout import survey
+from spile.store.layout import scan_streams
 from spile.store.stream import join_stream
 from spile_fakes.gcs import FakeGcs
 from world import produce, run_identity, stream_identity
@@ -23,7 +23,7 @@ STREAMS = 3
 
 @pytest.fixture
 def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
-    monkeypatch.setattr(index, "_FEWEST", 1)
+    monkeypatch.setattr(index, "_MIN_STREAMS", 1)
     with FakeGcs() as fake:
         fake.add_bucket("b")
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", fake.url)
@@ -40,7 +40,7 @@ def root(gcs: FakeGcs) -> Folder:
 
 
 def entries(root: Folder) -> set[int]:
-    return set(read_index(root, survey(root)))
+    return set(read_index(root, scan_streams(root)))
 
 
 def described(root: Folder) -> list[tuple[object, ...]]:
@@ -56,7 +56,7 @@ def test_a_dataset_with_an_index_is_opened_with_few_requests(
     indexed = described(root)
     requests = gcs.faults.requests - before
     assert requests <= 5, "run.json, two listings and the index"
-    monkeypatch.setattr(index, "_FEWEST", 99)
+    monkeypatch.setattr(index, "_MIN_STREAMS", 99)
     assert described(root) == indexed
     assert gcs.faults.requests - before - requests > 15
 
@@ -95,15 +95,15 @@ def test_a_damaged_index_is_ignored_and_replaced(root: Folder, content: bytes) -
 
 
 def test_a_bomb_is_not_unpacked(root: Folder) -> None:
-    root.put("index/0000.json.z", zlib.compress(b" " * (index._LARGEST_GROUP + 1) + b"{}"))
+    root.put("index/0000.json.z", zlib.compress(b" " * (index._MAX_GROUP + 1) + b"{}"))
     assert entries(root) == set()
 
 
 def test_the_ledger_of_a_long_stream_is_not_copied(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = described(root)
-    monkeypatch.setattr(index, "_LARGEST_LEDGER", 100)
+    monkeypatch.setattr(index, "_MAX_LEDGER", 100)
     write_entry(root, 1)
-    found = read_index(root, survey(root))
+    found = read_index(root, scan_streams(root))
     assert [found[number].commits is None for number in range(STREAMS)] == [False, True, False]
     assert described(root) == expected
 
@@ -120,8 +120,8 @@ def test_the_listing_by_digits_is_the_plain_listing(gcs: FakeGcs, monkeypatch: p
     for number in (0, 1, 2, 9, 10, 19, 20, 99, 100, 12345):
         for key in ("stream.json", "commits/0001.json", "zz"):
             folder.put(f"stream_{number}/{key}", b"x")
-    plain = [info.key for info in layout.list_streams(folder)]
+    plain = [info.key for info in layout.list_stream_files(folder)]
     assert len(plain) == 30
     monkeypatch.setattr(layout, "_PAGE", 5)
-    assert [info.key for info in layout.list_streams(folder)] == plain
+    assert [info.key for info in layout.list_stream_files(folder)] == plain
     assert [info.key for info in folder.list("stream_1")] == [key for key in plain if key.startswith("stream_1")]

@@ -14,7 +14,7 @@ from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.store.layout import SUSPECTS
 from spile.store.quarantine import (
-    CAREFUL,
+    CAREFUL_TRIALS,
     PARTS,
     VARIABLE,
     Supervision,
@@ -60,13 +60,13 @@ class Stream:
             (first, *_) = step.samples
             if step.kind == "quarantine":
                 assert first not in self.quarantined, "a sample is quarantined once"
-                self.quarantined[first] = next(each.verdict for each in trials.groups if first in each.samples)
+                self.quarantined[first] = next(each.causes_text for each in trials.groups if first in each.samples)
                 continue
             if step.kind == "trial":
                 if len(step.samples) == 1 and self.stored and not healthy and self.broken:
                     return KILLED
                 controlled = healthy or bool(self.stored)
-                trials = self.record = trials.began(step.samples, controlled=controlled)
+                trials = self.record = trials.with_trial(step.samples, controlled=controlled)
             if self.rng.random() < self.disruptions:
                 return self.disrupted(trials)
             part = list(step.samples)
@@ -77,7 +77,7 @@ class Stream:
             self.stored |= set(part)
             healthy = True
             if step.kind == "trial":
-                trials = self.record = trials.passed()
+                trials = self.record = trials.after_success()
 
     def disrupted(self, trials: Trials) -> int | None:
         """End a worker for a reason that is no sample's fault."""
@@ -140,24 +140,24 @@ def test_a_group_is_divided_and_a_sample_is_convicted_after_three_ends() -> None
     begin = resume_trials(None, Supervision("t"), "id", Ranges())
     assert begin.choose(Ranges([(0, 100)]), 10).kind == "rest", "no worker was killed"
     trials = killed(begin)
-    assert (trials.groups, trials.careful) == ((), CAREFUL)
+    assert (trials.groups, trials.careful) == ((), CAREFUL_TRIALS)
     step = trials.choose(Ranges([(0, 100)]), 64)
     assert step.samples == Ranges([(0, 64)])
-    trials = killed(replace(trials.began(step.samples), launch="t:0:0"))
+    trials = killed(replace(trials.with_trial(step.samples), launch="t:0:0"))
     assert len(trials.groups) == PARTS
     assert [len(group.samples) for group in trials.groups] == [2] * PARTS
     assert trials.choose(Ranges([(0, 100)]), 64).samples == Ranges([(64, 100)]), "suspects come last"
     for controlled in (False, True, True):
         group = trials.groups[-1]
-        trials = killed(replace(trials.began(group.samples, controlled=controlled), launch="t:0:0"))
+        trials = killed(replace(trials.with_trial(group.samples, controlled=controlled), launch="t:0:0"))
     last = trials.groups[-1]
-    assert (len(last.samples), last.alone, last.convicted) == (1, 2, True)
-    assert last.verdict == "worker killed by signal 9 four times"
+    assert (len(last.samples), last.alone, last.must_be_quarantined) == (1, 2, True)
+    assert last.causes_text == "worker killed by signal 9 four times"
     assert trials.choose(Ranges([(0, 100)]), 64).kind == "quarantine"
 
 
 def test_who_is_blamed() -> None:
-    trials = Trials("id", launch="t:0:0").began(Ranges([(4, 5)]), controlled=True)
+    trials = Trials("id", launch="t:0:0").with_trial(Ranges([(4, 5)]), controlled=True)
     one = (Suspects(Ranges([(4, 5)]), ("worker killed by signal 9",), 1),)
     assert killed(trials).groups == one
     assert killed(trials, "?").groups[0].causes == ("worker killed",)

@@ -233,7 +233,7 @@ def test_a_worker_that_hangs_leaves_word_and_ends(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("spile.worker.extract.os.kill", lambda _pid, number: fate.append(number))
     work = StreamWork.__new__(StreamWork)
     work._progress, work._stream = Progress(), stream
-    work._trials = Trials(stream.record.id).began(Ranges([(3, 4)]), controlled=True)
+    work._trials = Trials(stream.record.id).with_trial(Ranges([(3, 4)]), controlled=True)
     work._hung(700.0)
     assert fate == [9]
     left = read_trials(stream.folder)

@@ -275,7 +275,7 @@ class PodSink(Sink):
             directory.delete(f"record/{self._number}/")
         else:
             self._pod.wait_for(f"committed/{self._number}", 0, self._action("commit"))
-            self._stream.follow([] if record is None else [record], skipped, end)
+            self._stream.record_commit([] if record is None else [record], skipped, end)
         self._after()
         self._pod.report(f"computing; {self._number} shards committed in this run")
 
