@@ -62,7 +62,7 @@ LINES: tuple[OldLine, ...] = (
         "000",
         f"python transform_hf_to_arc.py --dataset {BARC} --output_dir /app/arc_data --max_samples 50000",
         "data convert",
-        {"source.dataset": BARC, "output_dir": "/app/arc_data", "source.max_samples": 50000},
+        {"dataset": BARC, "output_dir": "/app/arc_data", "rows.max_samples": 50000},
     ),
     OldLine(
         "000",
@@ -121,9 +121,9 @@ LINES: tuple[OldLine, ...] = (
     ),
     # 002 · Parallel independent workers
     OldLine("002", "python create_dataset_streams.py --num_streams 32 --output_dir ./data/streams --max_samples 200000",
-            "data streams", {"num_streams": 32, "output_dir": "./data/streams", "source.max_samples": 200000}),
+            "data streams", {"num_streams": 32, "output_dir": "./data/streams", "rows.max_samples": 200000}),
     OldLine("002", "python create_dataset_streams.py --num_streams 64 --output_dir ./data/streams --max_samples 200000",
-            "data streams", {"num_streams": 64, "output_dir": "./data/streams", "source.max_samples": 200000}),
+            "data streams", {"num_streams": 64, "output_dir": "./data/streams", "rows.max_samples": 200000}),
     _extract("002", "./launch_worker.sh", {"TPU_WORKER_ID": "5", **_WORKER},
              location="./data/streams/stream_005.jsonl", worker=5, output=_BUCKET),
     _extract("002", "./launch_worker.sh 5", _WORKER, location="./data/streams/stream_005.jsonl", worker=5,

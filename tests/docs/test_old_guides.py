@@ -70,7 +70,7 @@ def test_a_line_of_an_old_guide_has_the_right_model_data_and_worker(
         monkeypatch.setenv(name, value)
     assert reached(old, monkeypatch) == old.means
     if old.command == "extract" and "odel" not in old.line:
-        assert "no model was named" in capsys.readouterr().out, "a default is said aloud"
+        assert "no model was given" in capsys.readouterr().out, "a default is said aloud"
 
 
 @pytest.mark.parametrize("line", INSTEAD)

@@ -210,7 +210,7 @@ def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(wo
         assert "monitors this fleet; this one only watches" in text
         first.send_signal(signal.SIGINT)
         assert first.wait(120) == 0
-    assert "everything goes on" in (world.folder / "first.txt").read_text()
+    assert "the fleet continues" in (world.folder / "first.txt").read_text()
     assert world.ready(), "the machine runs on"
     code, text = world.spile("monitor", "gs://b/fleet/default", "--once", "--json")
     assert json.loads(text)["monitor"] is None, "the lease was given back"

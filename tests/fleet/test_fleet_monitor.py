@@ -266,7 +266,7 @@ def test_a_hiccup_later_is_only_shown(home: FleetHome, fake: FakeCloud, client: 
     code = watch_fleet(home, client, Console(file=out), interval=1, sleep=gone)
     assert code == 0
     assert "no fleet at" in out.getvalue()
-    assert "stopped watching; everything goes on" in out.getvalue()
+    assert "stopped watching; the fleet continues" in out.getvalue()
     assert len(client.nodes("-")) == 2
 
 

@@ -40,7 +40,7 @@ def test_a_deploy_without_a_model_uses_the_guides_model_and_says_so(
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     code, text = prompt(*PREPARE, "--dataset", "embedded")
-    assert "no model was named, with a fleet: Qwen/Qwen2.5-0.5B, as in the guides" in text
+    assert "no model was given with a fleet: using Qwen/Qwen2.5-0.5B, as in the guides" in text
     assert (code, "the hub does not give a model of that name" in text) == (1, True)
     assert world.objects() == []
 
@@ -68,7 +68,7 @@ def test_a_deploy_without_a_dataset_uses_the_guides_streams_and_says_so(world: W
     assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 2)[0] == 0
     code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 2)
     assert code == 0, text
-    assert "no dataset was named: ./data/streams, as in the guides" in text
+    assert "no dataset was given: using ./data/streams, as in the guides" in text
     assert json.loads(Path("data/streams/streams.json").read_text())["samples"] == 48
 
 
@@ -135,7 +135,7 @@ def test_a_deploy_that_changes_a_fleet_asks_first(world: World, prompt: Prompt) 
     assert prompt(*PREPARE, *TASK, "--layers", "0-2")[0] == 0
     first = fleet_of(world)
     code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
-    assert (code, "is deployed already, with another task: layers: 0-2 → 0-3" in text) == (2, True), text
+    assert (code, "is already deployed with other settings: layers: 0-2 → 0-3" in text) == (2, True), text
     assert fleet_of(world) == first
     assert prompt(*PREPARE, *TASK, "--layers", "0-3", "--yes")[0] == 0
     code, text = prompt(*PREPARE, *TASK, "--layers", "0-3")
@@ -160,9 +160,8 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert (
-        "as before: --model embedded --max-seq-length 512 --stream-names tpu --layers 1 3 --workers-per-zone 2" in text
-    )
+    assert "flags of the last deployment: --model embedded --max-seq-length 512 --stream-names tpu" in text
+    assert "--stream-names tpu --layers 1 3 --workers-per-zone 2" in text
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
@@ -207,7 +206,7 @@ def test_a_second_deploy_keeps_variables_webhooks_and_names(world: World, prompt
     assert (second.environment, second.notify, second.workers) == (first.environment, first.notify, first.workers)
     assert not second.policy.delete_finished
     code, text = prompt(*PREPARE, *TASK, "--name-prefix", "mine")
-    assert (code, "with another task: variables: HF_TOKEN. Replace it?" in text) == (2, True), text
+    assert (code, "with other settings: variables: HF_TOKEN. Replace it?" in text) == (2, True), text
 
 
 def test_flags_that_only_the_bucket_contains_need_confirmation(world: World, prompt: Prompt) -> None:
@@ -240,7 +239,7 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
     code, text = prompt(*again)
     assert (code, "--no-checkpointing: expected streams without commits" in text) == (2, True), text
     code, text = prompt(*again, "--overwrite")
-    assert (code, "Remove what is stored of 1 streams in gs://b/activations, for good?" in text) == (2, True), text
+    assert (code, "Permanently remove the data of 1 stream in gs://b/activations?" in text) == (2, True), text
     assert world.objects("activations/tpu_0/") == stored
     code, text = prompt(*again, "--overwrite", "--yes")
     assert code == 0, text
@@ -329,7 +328,7 @@ def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -
     code, text = prompt("fleet", "stop", "gs://b/fleet/one")
     assert (code, "an answer at a terminal, or --yes" in text) == (2, True), text
     code, text = prompt("fleet", "stop", "gs://b/fleet/one", "--yes", "--interval", "0.1")
-    assert (code, "fleet one is asked to stop" in text, "stopped by" in text) == (0, True, True), text
+    assert (code, "fleet one was asked to stop" in text, "stopped by" in text) == (0, True, True), text
     code, text = prompt("fleet", "list", "b", "--json")
     assert [row["state"].split(" at ")[0] for row in json.loads(text)][1] == "deployed"
     assert json.loads(text)[0]["state"].startswith("stopped by")

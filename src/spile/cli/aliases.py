@@ -278,7 +278,7 @@ def with_guide_defaults(
         )
     if flags.worker_id is None and not pod and not every_stream:
         raise SpecError("no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDE_STREAMS}")
-    log(f"no dataset was named: {GUIDE_STREAMS}, as in the guides")
+    log(f"no dataset was given: using {GUIDE_STREAMS}, as in the guides")
     return flags.with_values(dataset_dir=GUIDE_STREAMS)
 
 
@@ -287,7 +287,7 @@ def with_guide_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> R
     flags = flags.with_values(stream_names=flags.stream_names or "tpu")
     if flags.model is not None:
         return flags
-    log(f"no model was named, with {why}: {GUIDE_MODEL}, as in the guides (--model embedded: the embedded one)")
+    log(f"no model was given with {why}: using {GUIDE_MODEL}, as in the guides (--model embedded: the embedded one)")
     return flags.with_values(model=GUIDE_MODEL)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -21,43 +21,23 @@ from spile.data.split import make_streams, refuse_other_split
 from spile.errors import DataError, SpecError
 from spile.objects import bucket_url, is_remote, open_folder
 from spile.spec.options import split_names
+from spile.spec.run import BadRows  # noqa: F401  (cyclopts evaluates the types of inherited fields here)
 from spile.view.table import progress_bar
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class SourceFlags:
-    """The rows to take, and from which dataset."""
+class RowFlags(RowSelection):
+    """The rows to take from the dataset."""
 
-    dataset: str = GUIDE_DATASET
-    """owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl"""
-    column: str = "examples"
-    """The field with a list of [input, output] pairs (the last is the test), or with the text."""
-    split: str | None = None
-    """The hub dataset's split, or a folder's subfolder. [default: train]"""
-    config_name: str | None = None
-    """The hub dataset's configuration."""
-    dataset_revision: str | None = None
-    """The branch, tag or commit of the hub dataset. [default: the newest commit]"""
-    start_index: int = 0
-    """The first row, from 0."""
-    end_index: int | None = None
-    """The row to stop before."""
-    max_samples: int | None = None
-    """The largest number of samples."""
-    max_train_examples: int | None = None
-    """Keep at most this many training pairs of each task."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """Whether a row that cannot be used is an error, or is counted and skipped."""
-
-    def selection(self, keep: tuple[str, ...] = ()) -> RowSelection:
-        """Return the rows to take from the dataset."""
-        return RowSelection(**{name: value for name, value in vars(self).items() if name != "dataset"}, keep=keep)
+    keep: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
+    """Only ``spile data streams`` has this flag."""
 
 
 def convert(
     *,
-    source: SourceFlags = SourceFlags(),
+    dataset: str = GUIDE_DATASET,
+    rows: RowFlags = RowFlags(),
     output: str | None = None,
     output_dir: str | None = None,
     format: Literal["arc-jsonl", "arc-json"] | None = None,  # noqa: A002  the flag's name
@@ -66,6 +46,7 @@ def convert(
     """Turn a dataset of the Hugging Face hub, or local files, into ARC tasks.
 
     Args:
+        dataset: owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl
         output: The JSONL file to write, here or in a bucket.
         output_dir: The folder for --format arc-json, here or in a bucket.
         format: One task per line, or the challenge pair of JSON files. [default: arc-json with --output-dir]
@@ -81,12 +62,12 @@ def convert(
         raise SpecError("the output", expected=expected, found=found)
     with progress_bar("reading", "samples") as seen, upload_after(target, file=chosen == "arc-jsonl") as place:
         done = convert_dataset(
-            source.dataset,
+            dataset,
             place,
             format=chosen,
             test_outputs=test_outputs,
-            progress=lambda tally: seen(tally.samples, source.max_samples),
-            selection=source.selection(),
+            progress=lambda tally: seen(tally.samples, rows.max_samples),
+            selection=rows,
         )
         sizes = [file.stat().st_size for file in done.files]
     _print_tally(done.tally)
@@ -102,7 +83,8 @@ def streams(
     *,
     num_streams: int,
     output_dir: str = "data/streams",
-    source: SourceFlags = SourceFlags(),
+    dataset: str = GUIDE_DATASET,
+    rows: RowFlags = RowFlags(),
     keep: str | None = None,
     seed: int = 0,
     streams: str | None = None,
@@ -113,6 +95,7 @@ def streams(
     Args:
         num_streams: The number of streams, at least one per worker.
         output_dir: The folder for stream_000.jsonl … and streams.json, here or in a bucket.
+        dataset: owner/name on the hub, a .jsonl, .json or .parquet file, a folder of ARC tasks, or gs://….jsonl
         keep: Columns of a table that lines keep too, for extract --keep: label,source.
         seed: Which sample goes to which stream.
         streams: Make only these streams again, such as 5-9 or 0,3.
@@ -123,14 +106,14 @@ def streams(
         existing = _existing_streams(output_dir, num_streams, seed, some=streams is not None, overwrite=overwrite)
     with progress_bar("reading", "samples") as seen, upload_after(output_dir) as place:
         made = make_streams(
-            source.dataset,
+            dataset,
             place,
             num_streams,
             seed=seed,
             only=stream_numbers(streams),
             overwrite=overwrite,
-            progress=lambda tally: seen(tally.samples, source.max_samples),
-            selection=source.selection(split_names(keep or "")),
+            progress=lambda tally: seen(tally.samples, rows.max_samples),
+            selection=replace(rows, keep=split_names(keep or "")),
         )
         if existing is not None:
             refuse_other_split(existing, made.manifest, f"{output_dir}/{MANIFEST}")
@@ -156,10 +139,10 @@ def upload(*, bucket: str, prefix: str = "datasets", local_dir: Path = Path("dat
     url = "/".join(part for part in (bucket_url(bucket).rstrip("/"), prefix.strip("/")) if part)
 
     def report(name: str, put: bool, done: int, total: int) -> None:
-        log(f"{done}/{total} {name} {'uploaded' if put else 'there already'}")
+        log(f"{done}/{total} {name} {'uploaded' if put else 'already there'}")
 
     done = upload_streams(local_dir, open_folder(url), report)
-    log(f"{len(done.uploaded)} uploaded ({done.bytes:,} bytes), {len(done.skipped)} there already, in {done.url}")
+    log(f"{len(done.uploaded)} uploaded ({done.bytes:,} bytes), {len(done.skipped)} already there, in {done.url}")
     log(f"next: spile extract --dataset-dir {done.url} --worker-id 0 --model MODEL")
     return 0
 

@@ -243,7 +243,8 @@ class _Request:
         old = {name: value for name, value in before.flags.items() if name in _REUSED and name not in replaced}
         hidden = {"env": [f"{name}=…" for name in before.environment], "notify": ["…"]}
         if old:
-            log(f"as before: {' '.join(_flag_words({name: hidden.get(name, old[name]) for name in old}))}")
+            shown = _flag_words({name: hidden.get(name, old[name]) for name in old})
+            log(f"flags of the last deployment: {' '.join(shown)}")
         same = now.keys().isdisjoint({"zones", "workers_per_zone", "name_prefix"})
         return _Request(
             _fill_flags(self.place, old),
@@ -308,9 +309,9 @@ def _fill_flags(flags: Flags, values: Mapping[str, Any]) -> Flags:
 def _read_trusted_fleet(provider: CloudTpu, home: FleetHome, *, yes: bool) -> FleetSpec:
     """Return the fleet that the bucket describes, if its hash is pinned outside of the bucket or the user confirms."""
     fleet, pin = home.read_pinned()
-    doubt = check_pinned(provider, home.folder.url, fleet, pin)
-    if doubt is not None:
-        confirm(f"{doubt.problem}. Use its flags and machines anyway?", yes=yes)
+    mismatch = check_pinned(provider, home.folder.url, fleet, pin)
+    if mismatch is not None:
+        confirm(f"{mismatch.problem}. Use its flags and machines anyway?", yes=yes)
     return fleet
 
 
@@ -355,7 +356,7 @@ def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
     if folder is None and flags.dataset is None and not request.steps.skip_dataset and Path(GUIDE_STREAMS).is_dir():
-        log(f"no dataset was named: {GUIDE_STREAMS}, as in the guides")
+        log(f"no dataset was given: using {GUIDE_STREAMS}, as in the guides")
         folder = GUIDE_STREAMS
     if folder is not None and not is_remote(folder) and not request.steps.skip_dataset:
         yield local_streams(Path(folder), target)
@@ -365,7 +366,7 @@ def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec
         yield existing_streams(remote or deployed or target)
     else:
         if flags.dataset is None:
-            log(f"no dataset was named: {GUIDE_DATASET}, as in the guides")
+            log(f"no dataset was given: using {GUIDE_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDE_DATASET
         data = flags.with_output(bucket).spec().data
         known = before.stream_count if before is not None else 0
@@ -393,10 +394,10 @@ def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
 
 def _confirm_changes(fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:
     if changed:
-        what = f"Fleet {fleet.name} is deployed already, with another task: {'; '.join(changed)}"
+        what = f"Fleet {fleet.name} is already deployed with other settings: {'; '.join(changed)}"
         confirm(f"{what}. Replace it?", yes=yes)
     if cleared:
-        confirm(f"Remove what is stored of {len(cleared)} streams in {fleet.root}, for good?", yes=yes)
+        confirm(f"Permanently remove the data of {counted(len(cleared), 'stream')} in {fleet.root}?", yes=yes)
 
 
 def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags) -> int:
@@ -453,9 +454,9 @@ def _show_plan(
     log(f"output: {fleet.root}")
     log(f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another")
     if changed:
-        log(f"fleet {fleet.name} is deployed already, and would change: {'; '.join(changed)}")
+        log(f"fleet {fleet.name} is already deployed and would change: {'; '.join(changed)}")
     if cleared:
-        log(f"removed, after a question: what is stored of {counted(len(cleared), 'stream')} in {fleet.root}")
+        log(f"would be removed after confirmation: the data of {counted(len(cleared), 'stream')} in {fleet.root}")
     found, prices = _estimate(streams, request, fleet), list_prices()
     cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     dollars = found.dollars.preemptible if cheap else found.dollars.on_demand

@@ -210,22 +210,22 @@ def _continue_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
     stored = stored_spec(open_folder(spec.output))
     if stored is None:
         return None
-    begun = stored.data
-    ours = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
-    theirs = (begun.dataset_dir, _absolute(begun.dataset), begun.split, begun.config_name)
-    if ours != theirs:
+    old = stored.data
+    requested = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
+    stored_flags = (old.dataset_dir, _absolute(old.dataset), old.split, old.config_name)
+    if requested != stored_flags:
         raise DataError(
             f"{spec.output} holds streams of another dataset",
-            expected=_data_flags(*theirs),
-            found=_data_flags(*ours),
+            expected=_data_flags(*stored_flags),
+            found=_data_flags(*requested),
             fix="give the same flags, or another --output",
         )
-    count = begun.of_streams or 1
+    count = old.of_streams or 1
     if asked is not None and asked != count:
-        raise SpecError("--num-streams", expected=f"{count}, as the run began", found=str(asked))
-    log(f"{counted(count, 'stream')} of {spec.data.dataset}, as the run began")
-    pinned = spec.data.dataset_revision or begun.dataset_revision
-    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=begun.of_streams, dataset_revision=pinned))
+        raise SpecError("--num-streams", expected=f"{count}, as at the start of the run", found=str(asked))
+    log(f"{counted(count, 'stream')} of {spec.data.dataset}, as at the start of the run")
+    pinned = spec.data.dataset_revision or old.dataset_revision
+    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=old.of_streams, dataset_revision=pinned))
 
 
 def _data_flags(folder: str | None, dataset: str, split: str | None, config_name: str | None) -> str:
@@ -249,4 +249,4 @@ def _refuse_other_split(known: StreamsManifest, flags: RunFlags, spec: RunSpec, 
     refuse_other_rows(known, spec.data, place)
     if asked is not None and asked != len(known.streams):
         raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
-    log(f"{counted(len(known.streams), 'stream')} of {source}, as made before: {place}")
+    log(f"{counted(len(known.streams), 'stream')} of {source}, made by an earlier run: {place}")

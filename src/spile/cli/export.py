@@ -95,7 +95,7 @@ def import_(
         output: Where the dataset is stored: a folder, gs://…, s3://… or az://…
         worker_id: The stream's number: writes stream_5/.
         site: The tap kind of the pickled activations.
-        model: The model's name, for people.
+        model: The model's name, for display.
         store_dtype: What rows are stored as.
     """
     with progress_bar("importing", "files") as progress:
@@ -111,6 +111,6 @@ def import_(
     ledger = store.ledger
     log(
         f"{store.folder.url} has {counted(ledger.samples, 'sample')}, {counted(ledger.tokens, 'row')} per tap; "
-        f"prove it: spile verify {output}"
+        f"check it with: spile verify {output}"
     )
     return 0

@@ -94,7 +94,7 @@ def watch_fleet(
             looks = iter([first])
             return int(fleet_view.watch(look, console, interval=interval, sleep=sleep).failed)
         except KeyboardInterrupt:
-            console.print("stopped watching; everything goes on. The same command watches again.")
+            console.print("stopped watching; the fleet continues. Run the same command to watch it again.")
             return 0
         finally:
             monitor.close()
@@ -254,10 +254,10 @@ def stop(
     home = _open_home(root, fleet)
     deployed = home.read_fleet()
     workers = f"{len(deployed.workers)} workers"
-    confirm(f"Stop fleet {deployed.name} and delete its machines ({workers})? What is stored stays.", yes=yes)
+    confirm(f"Stop fleet {deployed.name} and delete its machines ({workers})? Stored data is kept.", yes=yes)
     client = _open_client(home, project)
     home.order_stop(deployed)
-    log(f"fleet {deployed.name} is asked to stop")
+    log(f"fleet {deployed.name} was asked to stop")
     watch_fleet(home, client, output(soft_wrap=True), interval=interval, once=not wait, may_create=False)
     return 0
 

@@ -134,7 +134,7 @@ def logs(
         worker: The worker's number, or the name of its machine.
         follow: Print new lines until Ctrl+C.
         lines: The number of last lines to print.
-        output: The dataset, for a machine that is gone: its heartbeat has the end.
+        output: The dataset, for a machine that is gone: its heartbeat has the last lines.
         home: The fleet's gs://bucket/fleet/NAME: print the log that is stored in the bucket.
         grep: With --home: only lines that match this regular expression.
         as_json: With --home: print one JSON object per line of the log.
@@ -207,7 +207,7 @@ def _print_last_lines(worker: str, node: Node | None, reason: str, output: str |
             fix="pass --home gs://bucket/fleet/NAME, where its log is kept, or --output gs://… for the last lines",
         )
     beat = last_heartbeat(open_folder(output), worker, node)
-    log(f"{reason}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the log's end:")
+    log(f"{reason}; the heartbeat of {beat.updated} ({beat.phase}, on {beat.host}) has the last lines:")
     for line in beat.log_tail[max(0, len(beat.log_tail) - lines) :]:
         log(line)
     if beat.last_error:

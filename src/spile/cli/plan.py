@@ -318,18 +318,18 @@ def _print_bench(result: BenchResult, console: Console) -> None:
             soft_wrap=True,
         )
     console.print(
-        "laboratory, all compiled, pinned and tokenized beforehand: "
+        "steady state, with programs compiled and samples tokenized beforehand: "
         f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
         f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
         f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
         f"host memory {size(result.peak_memory)} at most",
         soft_wrap=True,
     )
-    theirs = result.naive_tokens_per_second
-    if theirs is not None:
+    naive = result.naive_tokens_per_second
+    if naive is not None:
         console.print(
-            f"transformers, padded batches, every hidden state to the host and saved: {amount(theirs)} tokens/s; "
-            f"spile is {result.tokens_per_second / theirs:.1f}× that",
+            f"transformers, padded batches, every hidden state to the host and saved: {amount(naive)} tokens/s; "
+            f"spile is {result.tokens_per_second / naive:.1f}× that",
             soft_wrap=True,
         )
 
@@ -343,7 +343,7 @@ def models(*, as_json: AsJson = False) -> int:
     """List the model families that spile implements, with the size and cost of one model of each.
 
     The cost is that of every layer's residual stream over a billion tokens on a v5e-8, preemptible, at list prices;
-    spile plan works out any other run. extract and infer run any other model of transformers in PyTorch, slower.
+    spile plan estimates any other run. extract and infer run any other model of transformers in PyTorch, slower.
 
     Args:
         as_json: Print one JSON object per family instead of a table.
@@ -363,7 +363,7 @@ def models(*, as_json: AsJson = False) -> int:
     output().print(
         table,
         f"Every layer's residual in bfloat16; hours on a {_MACHINE} at preemptible list prices as of {prices.as_of}."
-        " spile plan --model M works out yours. extract and infer run any other model of transformers in PyTorch.",
+        " spile plan --model M estimates yours. extract and infer run any other model of transformers in PyTorch.",
         sep="\n",
     )
     return 0

@@ -51,24 +51,28 @@ _SHOWN, _EVERY = 5, 256
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of a source are used, and how."""
+    """Which rows of a source are used, and how. They are flags of ``spile data``."""
 
     column: str = PAIRS
-    """The field with a list of pairs, or with the text."""
+    """The field with a list of [input, output] pairs (the last is the test), or with the text."""
     start_index: int = 0
+    """The first row, from 0."""
     end_index: int | None = None
-    """Use rows from ``start_index`` up to, but not including, ``end_index``."""
+    """The row to stop before."""
     max_samples: int | None = None
+    """The largest number of samples."""
     max_train_examples: int | None = None
+    """Keep at most this many training pairs of each task."""
     keep: tuple[str, ...] = ()
     """Additional fields of a row to keep in its line."""
     bad_rows: BadRows = "error"
     """Whether a row that cannot be used is an error, or is counted and skipped."""
     split: str | None = None
-    """The split of a hub dataset, or the subfolder of a folder of ARC tasks."""
+    """The hub dataset's split, or a folder's subfolder. [default: train]"""
     config_name: str | None = None
+    """The hub dataset's configuration."""
     dataset_revision: str | None = None
-    """The branch, tag or commit of a hub dataset."""
+    """The branch, tag or commit of the hub dataset. [default: the newest commit]"""
 
     def __post_init__(self) -> None:
         check_number("--start-index", self.start_index, 0)

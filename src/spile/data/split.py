@@ -253,7 +253,7 @@ class StreamsPlan:
             return
         sent = upload(self.local, open_folder(self.url))
         verb = "uploaded" if is_remote(self.url) else "written"
-        log(f"{counted(len(sent.uploaded), 'file')} {verb} to {sent.url}, {len(sent.skipped)} there already")
+        log(f"{counted(len(sent.uploaded), 'file')} {verb} to {sent.url}, {len(sent.skipped)} already there")
 
 
 def existing_streams(url: str) -> StreamsPlan:

@@ -242,10 +242,10 @@ class RayEngine:
             return f"no spile there ({found['problem']}); install it: spile install --hosts …"
         here = {"python": platform.python_version(), "ray": self._ray.__version__, "spile": __version__}
         for name, version in here.items():
-            theirs = str(found[name])
-            same = _minor(theirs) == _minor(version) if name == "python" else theirs == version
+            node_version = str(found[name])
+            same = _minor(node_version) == _minor(version) if name == "python" else node_version == version
             if not same:
-                return f"expected {name} {version}, found {theirs}"
+                return f"expected {name} {version}, found {node_version}"
         return str(found["problem"])
 
     # -- the run --------------------------------------------------------------------------------------------------
@@ -380,11 +380,11 @@ def _connect(address: str | None) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         message = " ".join(str(error).split())
         if "ersion" in message and "mismatch" in message:
-            theirs = _VERSIONS.search(message)  # The cluster's versions come before ours.
+            cluster = _VERSIONS.search(message)  # The cluster's versions come before ours.
             raise UserError(
                 f"the Ray cluster {where} has a different version",
                 expected=f"Ray {ray.__version__} and Python {platform.python_version()}, as here",
-                found=message[-200:] if theirs is None else f"Ray {theirs[1]} and Python {theirs[2]}",
+                found=message[-200:] if cluster is None else f"Ray {cluster[1]} and Python {cluster[2]}",
                 fix="install the cluster's versions here, or start the command on one of its nodes",
             ) from error
         raise UserError(

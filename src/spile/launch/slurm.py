@@ -9,9 +9,9 @@ What Slurm does with a job's processes, as seen on slurmctld 22.05, decides the 
     time limit                   SIGUSR1 to the script (--signal=B:USR1)    sends SIGTERM to the steps, requeues the job
     a lost node                  none; Slurm requeues the job               –
 
-So every worker runs in a step (``srun``), also on one host: the batch script's own children hear of a preemption only
-when its grace time is over. SIGTERM is never passed on, because the worker takes a second one as a request to end
-at once.
+So every worker runs in a step (``srun``), also on one host: the batch script's own children get a signal only when the
+grace time of a preemption is over. SIGTERM is never passed on, because the worker takes a second one as a request to
+end at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlurmOptions(ClusterOptions):
         words = (("--partition", self.partition), ("--account", self.account), ("--log-dir", self.log_dir))
         for flag, word in words:
             if word is not None and not re.fullmatch(r"\S+", word):
-                raise SpecError(flag, expected="a word without blanks", found=repr(word))
+                raise SpecError(flag, expected="a word without spaces", found=repr(word))
         for option in self.sbatch or ():
             if not option.startswith("-"):
                 raise SpecError("--sbatch", expected="an option such as --constraint=a100", found=repr(option))

@@ -451,7 +451,7 @@ class Supervisor:
             return
         failed = [stream for stream in self._streams.values() if stream.state == "failed"]
         if sum(stream.action is RestartAction.REFUSED for stream in failed) >= _SAME_CAUSE:
-            self._log("a second stream was refused: the command is at fault, so all are stopped")
+            self._log("a second stream was refused: the command or the data is wrong, so the run is stopped")
             self.stop()
         elif sum(stream.history.losses > 0 for stream in failed) >= _SAME_CAUSE:
             self._log("machines are lost before anything is committed, so the run is stopped")

@@ -304,7 +304,7 @@ def select_taps(
 
 
 def with_gradients(taps: Sequence[Tap]) -> tuple[Tap, ...]:
-    """Return the taps, and behind them the gradient of each tap that the model computes with."""
+    """Return the taps, followed by the gradient of each tap that the model computes with."""
     found = [replace(tap, gradient=True) for tap in taps if tap.spec is not None and tap.kind not in REPORTED]
     if not found:
         raise SpecError(
@@ -396,8 +396,8 @@ class Steer:
             raise SpecError(f"--steer {text}", expected=error.expected, found=repr(word)) from error
         if change == "zero":
             return cls(tap, "zero")
-        prefix, _, behind = change.partition(":")
-        kind, rest = (prefix, behind) if prefix in ("add", "ablate", "patch") else ("add", change)
+        prefix, _, after_prefix = change.partition(":")
+        kind, rest = (prefix, after_prefix) if prefix in ("add", "ablate", "patch") else ("add", change)
         scaled = _SCALED_SOURCE.fullmatch(rest) if kind == "add" else None
         source, _, name = (rest if scaled is None else scaled[1]).partition("#")
         if not source or (kind == "patch" and not name):

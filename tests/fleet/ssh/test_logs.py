@@ -84,7 +84,7 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
         assert (code, err) == (0, "")
         assert out.split("\n") == [
             "tpu-us-central1-a-0 is PREEMPTED; "
-            "the heartbeat of 2026-01-16T14:32:15Z (failed, on t1v-n-0-w-0) has the log's end:",
+            "the heartbeat of 2026-01-16T14:32:15Z (failed, on t1v-n-0-w-0) has the last lines:",
             "two [b]", "three", "last error: it broke", "",
         ]  # fmt: skip
     code, _, err = done(tmp_path, "logs", "5", **env)

@@ -15,9 +15,9 @@ from spile.cli.program import COMMANDS, build_app
 # A path such as flags.model leads through the command's arguments.
 GUIDES: list[tuple[str, str, str, dict[str, Any]]] = [
     # 000: a pod with Docker
-    ("000", "data convert", "--dataset barc0/x", {"source.dataset": "barc0/x"}),
+    ("000", "data convert", "--dataset barc0/x", {"dataset": "barc0/x"}),
     ("000", "data convert", "--output_dir /app/arc_data", {"output_dir": "/app/arc_data"}),
-    ("000", "data convert", "--max_samples 50000", {"source.max_samples": 50000}),
+    ("000", "data convert", "--max_samples 50000", {"rows.max_samples": 50000}),
     ("000", "extract", "--model_path /app/model/qwen2.5-0.5b", {"flags.model": "/app/model/qwen2.5-0.5b"}),
     ("000", "extract", "--tasks_file /app/arc_data/t.jsonl", {"flags.dataset": "/app/arc_data/t.jsonl"}),
     ("000", "extract", "--output_dir /app/outputs", {"flags.output_dir": "/app/outputs"}),
@@ -68,7 +68,7 @@ GUIDES: list[tuple[str, str, str, dict[str, Any]]] = [
     # 002: parallel workers
     ("002", "data streams", "--num_streams 32", {"num_streams": 32}),
     ("002", "data streams", "--num_streams 32 --output_dir ./data/streams", {"output_dir": "./data/streams"}),
-    ("002", "data streams", "--num_streams 32 --max_samples 200000", {"source.max_samples": 200000}),
+    ("002", "data streams", "--num_streams 32 --max_samples 200000", {"rows.max_samples": 200000}),
     ("002", "extract", "--worker_id 5", {"flags.worker_id": 5}),
     (
         "002",
@@ -92,10 +92,10 @@ GUIDES: list[tuple[str, str, str, dict[str, Any]]] = [
     ("002", "extract", "--delete_local_after_upload", {"flags.delete_local_after_upload": True}),
     ("002", "extract", "--layers_to_extract 0 1 2 3", {"flags.layers": ["0", "1", "2", "3"]}),
     ("002", "extract", "--activation_type residual", {"flags.taps": ["residual"]}),
-    ("002", "data convert", "--dataset_name barc0/x", {"source.dataset": "barc0/x"}),
-    ("002", "data convert", "--column_name examples", {"source.column": "examples"}),
+    ("002", "data convert", "--dataset_name barc0/x", {"dataset": "barc0/x"}),
+    ("002", "data convert", "--column_name examples", {"rows.column": "examples"}),
     ("002", "data convert", "--output_filename data/custom_stream_0.jsonl", {"output": "data/custom_stream_0.jsonl"}),
-    ("002", "data convert", "--start_index 0 --end_index 5000", {"source.start_index": 0, "source.end_index": 5000}),
+    ("002", "data convert", "--start_index 0 --end_index 5000", {"rows.start_index": 0, "rows.end_index": 5000}),
     # 003: the runner
     ("003", "run", "--TPU_PREFIX=my-TPU_1", {"where.tpu_prefix": "my-TPU_1"}),
     ("003", "run", "--TPU_PREFIX p", {"where.tpu_prefix": "p"}),

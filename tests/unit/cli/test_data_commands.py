@@ -79,7 +79,7 @@ def test_streams_then_some_again_then_upload(rows: str, tmp_path: Path, capsys: 
     assert "5/5 streams.json uploaded\n5 uploaded (" in output
     assert (tmp_path / "b" / "datasets" / "stream_003.jsonl").is_file()
     code, output, _ = spile(put, capsys)
-    assert "0 uploaded (0 bytes), 5 there already, in" in output
+    assert "0 uploaded (0 bytes), 5 already there, in" in output
 
 
 @pytest.mark.parametrize(

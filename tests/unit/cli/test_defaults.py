@@ -64,7 +64,7 @@ def test_a_production_run_uses_the_guides_streams_if_they_exist(
     (tmp_path / "data" / "streams").mkdir(parents=True)
     spec, output = taken({"model": "m"}, {"TPU_WORKER_ID": "5"})
     assert spec.data.location == f"{GUIDE_STREAMS}/stream_005.jsonl"
-    assert output == ["no dataset was named: ./data/streams, as in the guides"]
+    assert output == ["no dataset was given: using ./data/streams, as in the guides"]
     with pytest.raises(SpecError, match=r"^no stream was chosen: expected --worker-id N or TPU_WORKER_ID"):
         taken({"model": "m", "gcs_bucket": "b"}, {})
 

@@ -62,7 +62,7 @@ def test_an_engine_takes_no_streams_of_another_dataset(tmp_path: Path, capfd: py
         assert f"Continue with --dataset {data}" in output
     assert not list(out.glob("*_[0-9]*"))
     assert spile(*run, "--dataset", data) == 0
-    assert f"2 streams of {data}, as made before: {out}/streams" in capfd.readouterr().out
+    assert f"2 streams of {data}, made by an earlier run: {out}/streams" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("rows", "streams"), [(1, 1), (2, 2), (4, 2), (12, 2), (40, 2), (64, 4), (500, 8)])
@@ -130,7 +130,7 @@ def test_workers_read_a_large_dataset_in_turn(
     assert run_in_turn(tmp_path, out, "--max-samples", 6) == 0
     assert len(open_dataset(str(out))) == 12
     for words, message in (
-        (("--num-streams", 3), "--num-streams: expected 2, as the run began, found 3"),
+        (("--num-streams", 3), "--num-streams: expected 2, as at the start of the run, found 3"),
         (("--split", "train[:9]"), "holds streams of another dataset: expected --dataset"),
     ):
         capfd.readouterr()

@@ -71,7 +71,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         SlurmOptions(sbatch=["constraint"])
     with pytest.raises(SpecError, match="--gpus: expected 0 or more, found -2"):
         SlurmOptions(gpus=-2)
-    with pytest.raises(SpecError, match="--log-dir: expected a word without blanks, found 'my logs'"):
+    with pytest.raises(SpecError, match="--log-dir: expected a word without spaces, found 'my logs'"):
         SlurmOptions(log_dir="my logs")
     with pytest.raises(SystemExit) as ended:
         main(["slurm", "job", "--model", "embedded", "--output", "out", "--dataset-dir", "/s", "--num-workers", "2"])

@@ -177,7 +177,7 @@ def test_one_refused_stream_is_given_up_and_two_end_the_run() -> None:
     outcome = supervisor(all_of_them, 8, output).run(lambda: 0)
     assert (outcome.exit_code, outcome.done) == (2, 0)
     assert len(all_of_them.started) <= 3
-    assert any("the command is at fault" in line for line in output)
+    assert any("the command or the data is wrong" in line for line in output)
 
 
 def test_a_stream_of_another_worker_is_requested_again_later() -> None:
