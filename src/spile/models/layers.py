@@ -15,7 +15,7 @@ from spile.spec.taps import SCALE_BYTES, SCALED
 
 Hidden = Float[Array, "rows seq d_model"]
 Hook = Callable[[str, Array], Array]
-"""A function that receives the value of each tap kind and returns the value that the model goes on with."""
+"""A function that receives the value of each tap kind and returns the value that the model continues with."""
 
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

@@ -38,7 +38,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class MemoryShard:
-    """Samples of a stream and their rows in memory: a stream of one shard, as far as readers use it."""
+    """Samples and their rows in memory. It has the methods of a stream and of its shard that readers use."""
 
     def __init__(self, stream: int, samples: Sequence[Sample], rows: Mapping[str, _Array]) -> None:
         self.number, self.notes, self._rows = stream, notes_of(samples), rows

@@ -177,7 +177,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         return found
 
     def _find_tokenizer(self) -> Tokenizer | UserError:
-        """Return the tokenizer, or the error of the first attempt: a hub that does not answer is asked only once."""
+        """Return the tokenizer, or the error of the first attempt: an unavailable hub is contacted only once."""
         if self._tokenizer is None:
             try:
                 self._tokenizer = run_tokenizer(self.run, self._model)

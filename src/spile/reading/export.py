@@ -123,7 +123,7 @@ class ExportedShard:
         return self.export.convert(self.reader.rows(tap, start, stop), f"{tap} in {self.reader.where}")
 
     def columns(self) -> Iterator[dict[str, _Array]]:
-        """Yield the rows in parts: what is known of each row, its task id, and the row at each tap."""
+        """Yield the rows in parts: the context of each row, its task id, and the row at each tap."""
         task_ids = np.array([note["task_id"] for note in self.reader.notes], object)
         task_ids = np.repeat(task_ids, np.diff(self.reader.read_tensor("offsets")))
         for start in range(0, self.reader.record.tokens, _SLICE):
@@ -297,7 +297,7 @@ def _pickled_samples(shard: ExportedShard, tap: str) -> list[dict[str, Any]]:
 
 
 def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of ``metadata.json``, with the names that a stream's own one has."""
+    """Return the content of ``metadata.json``, with the names of a stream's ``metadata.json``."""
     run = export.dataset.run
     return {
         "worker_id": number,
@@ -415,7 +415,7 @@ def _write_saelens(export: Export, folder: Path) -> int:
                 }
             )
             schema = features.arrow_schema
-            # Array2D is stored as lists of lists, with offsets that say where each begins.
+            # Array2D is stored as lists of lists, with the offset of each.
             inner = arrow.ListArray.from_arrays(
                 np.arange(0, rows.size + 1, width, dtype=np.int32), arrow.array(rows.reshape(-1))
             )

@@ -135,7 +135,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
 }
-"""What the names in a pickle stand for here: functions of this module and plain texts, never what has the name."""
+"""What the names in a pickle are replaced by: functions of this module and plain texts, never the named objects."""
 _ALLOWED = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
@@ -150,7 +150,7 @@ _Base: Any = pickle._Unpickler
 
 
 class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
-    """The unpickler of the standard library with few instructions, and with names that stand for our own functions."""
+    """The unpickler of the standard library, restricted to few instructions and to the names of ``_NAMES``."""
 
     def __init__(self, file: _Bounded) -> None:
         super().__init__(file, encoding="latin1")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1024  # random rows for the comparison of layers and the main directions
 _SAMPLES = 64  # the random samples that these rows are taken from
+_SHARDS = 8  # the shards from which the statistics of dimensions are computed
 _READ_ROWS = 16_384
 _THREADS = 4
 _READS = 32  # concurrent reads of a few rows: a bucket answers each after tens of milliseconds
@@ -156,20 +157,20 @@ def known_stats(dataset: Dataset, tap: str) -> TapStatistics | None:
     return TapStatistics.merged(known) if known and len(known) == len(parts) else None
 
 
-def dimension_stats(dataset: Dataset, tap: str, shards: int = 8) -> TapStatistics:
+def dimension_stats(dataset: Dataset, tap: str) -> TapStatistics:
     """Return the statistics of a tap, with sums, of a few shards that are spread over the dataset."""
     found = dataset._shards((tap,))
-    return _merged_statistics((found[number] for number in evenly_spaced(len(found), shards)), tap)
+    return _merged_statistics((found[number] for number in evenly_spaced(len(found), _SHARDS)), tap)
 
 
-def sampled_rows(dataset: Dataset, taps: Sequence[str], *, rows: int = _ROWS, seed: int = 0) -> RowBatch:
-    """Return random rows at several taps, ``rows[tap]``, with what is known of each.
+def sampled_rows(dataset: Dataset, taps: Sequence[str]) -> RowBatch:
+    """Return random rows at several taps, ``rows[tap]``, with their context.
 
     They are runs of neighbouring rows of up to 64 random samples, so that a large dataset in a bucket needs few reads.
     """
-    source, count = np.random.default_rng(seed), len(dataset.samples)
+    source, count = np.random.default_rng(0), len(dataset.samples)
     places = np.sort(source.choice(count, min(count, _SAMPLES), replace=False))
-    length, picked = -(-rows // max(1, len(places))), []
+    length, picked = -(-_ROWS // max(1, len(places))), []
     for number, index in dataset.samples.addresses(places):
         stream = dataset.stream(number)
         record = stream.shard_with(index)
@@ -190,12 +191,12 @@ def _run_of_rows(stream: int, shard: ShardReader, index: int, at: float, length:
     return replace(known, rows={tap: shard.rows(tap, first, last) for tap in taps})  # type: ignore[arg-type]
 
 
-def inspect_dataset(dataset: Dataset, *, tap: str | None = None, seed: int = 0) -> Inspection:
+def inspect_dataset(dataset: Dataset, *, tap: str | None = None) -> Inspection:
     """Return the statistics of each tap, from the commits if they have them, and figures of random rows."""
     widths = tap_widths(dataset)
     chosen = tap or list(widths)[len(widths) // 2]
     same_width = [name for name, width in widths.items() if width == widths[chosen]]
-    batch = sampled_rows(dataset, same_width, seed=seed)
+    batch = sampled_rows(dataset, same_width)
     plane, explained = main_plane(batch.rows[chosen])
     assert batch.roles is not None  # noqa: S101  for the type checker
     return Inspection(

@@ -1,7 +1,7 @@
 """``spile push``: upload a dataset to the Hugging Face hub.
 
-Shards are committed first, in groups, and the ledger with the dataset card last. So a repository is a whole dataset or
-none, and a push that was interrupted continues: the hub already has the files of the finished groups.
+Shards are committed first, in groups, and the ledger with the dataset card last. So a repository has a
+complete dataset or no ledger, and an interrupted push continues: the hub already has the files of the finished groups.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _REMOTE_BLOCKS = 512  # the same for a bucket: each block costs a request
 _MIN_PART_ROWS = 64  # rows of a part of a sample, at least: smaller parts cost more to read than they improve the order
 _MIN_BLOCKS = 64
 """Blocks of each of several readers, at least: readers have equally many blocks, and about equally many rows."""
-_AHEAD = 3  # batches that are ready before they are asked for
+_AHEAD = 3  # batches that are prepared in advance
 
 _Array = npt.NDArray[Any]
 _Numbers = npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class ShufflePlan:
     def share(self, rows: int, age: int, last: bool = False) -> slice:
         """Return the part of a group's rows that belongs to the window ``age`` windows after the group's own.
 
-        The last window of an epoch gets all the rest.
+        The last window of an epoch gets all remaining rows.
         """
         return slice(rows * age // self.spread, rows if last else rows * (age + 1) // self.spread)
 

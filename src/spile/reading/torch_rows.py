@@ -68,8 +68,8 @@ class TorchRows(IterableDataset[Any]):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         """Read the part of this worker of a loader.
 
-        A loader takes batches from its workers in turn, starting with the first. So the number of batches given before
-        tells how many each worker gave and whose turn is next; that worker's part becomes the part of the first one.
+        A loader takes batches from its workers in turn, starting with the first. So the number of earlier batches
+        determines how many each worker gave and which worker is next; the first worker continues with its part.
         """
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)

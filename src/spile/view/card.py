@@ -52,7 +52,7 @@ def dataset_card(dataset: Dataset, url: str) -> dict[str, bytes]:
 
 
 def _markdown(text: str) -> str:
-    """Return text that shows as it is in a cell of a Markdown table."""
+    """Escape text for a cell of a Markdown table."""
     plain = "".join(each if each.isprintable() else " " for each in text)
     return re.sub(r"([\\`*_{}\[\]<>#|!])", r"\\\1", plain)
 

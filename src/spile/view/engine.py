@@ -97,9 +97,9 @@ def _totals(snapshot: Snapshot) -> str:
 
 
 @contextmanager
-def engine_display(reader: SnapshotReader, console: Console | None = None) -> Iterator[EngineDisplay]:
+def engine_display(reader: SnapshotReader) -> Iterator[EngineDisplay]:
     """Show one display for all workers and count the signals that arrive."""
-    view = EngineDisplay(console or PipeSafeConsole(highlight=False), reader)
+    view = EngineDisplay(PipeSafeConsole(), reader)
     with ExitStack() as stack:
         stack.enter_context(handled(view.stop, signal.SIGINT, signal.SIGTERM))
         if view.console.is_terminal:

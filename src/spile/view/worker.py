@@ -29,7 +29,7 @@ from spile.worker.signals import handling_signals
 
 _LINE_EVERY = 10.0  # seconds between plain lines if the output is not a terminal
 _NOTEBOOK_EVERY = 0.5  # seconds between updates of the bar in a notebook
-_BAR, _GAP = 10, 2  # the least width of the bar, which fills the rest of the line, and the space between the cells
+_BAR, _GAP = 10, 2  # the smallest width of the bar, which fills the line, and the space between cells
 
 
 @dataclass
@@ -49,7 +49,7 @@ class WorkerDisplay:
 @contextmanager
 def worker_display(verbose: bool = False, console: Console | None = None) -> Iterator[WorkerDisplay]:
     """Show progress. The first Ctrl+C or SIGTERM commits what is done and stops; a second one ends at once."""
-    console = console or PipeSafeConsole(highlight=False)
+    console = console or PipeSafeConsole()
     stop, log = threading.Event(), partial(print_event, console)
     progress = Progress.of_process(log=log, log_detail=log if verbose else lambda _line: None)
     with ExitStack() as stack:
@@ -89,7 +89,7 @@ def _logged(log: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def _repeated(action: Callable[[], None], every: float) -> Iterator[None]:
-    """Call ``action`` in a thread, again and again after ``every`` seconds, while the context is open."""
+    """Call ``action`` every ``every`` seconds in a thread, while the context is open."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -168,7 +168,7 @@ _BOOKKEEPING = frozenset({
     "id2label", "label2id", "problem_type", "return_dict", "output_hidden_states", "chunk_size_feed_forward",
     "is_encoder_decoder",
 })
-"""Fields that say nothing about the model's computation; they are not reported as ignored."""
+"""Fields that do not concern the model's computation; they are not reported as ignored."""
 # fmt: on
 
 

@@ -12,7 +12,7 @@ from spile.models.families.base import LLAMA_NAMES, ConfigFields, Family, decode
 def _read_gemma1(fields: ConfigFields) -> ModelConfig:
     scale = fields.integer("hidden_size") ** 0.5
     config = decoder(fields, norm="rms_plus_one", embedding_scale=scale)
-    # The first releases say gelu and mean its tanh approximation.
+    # The configs of the first releases name gelu although the model uses its tanh approximation.
     return replace(config, activation="gelu_tanh") if config.activation == "gelu" else config
 
 

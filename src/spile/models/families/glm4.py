@@ -1,4 +1,4 @@
-"""GLM-4: rotated pairs that lie side by side, and in the 0414 models norms after attention and MLP too."""
+"""GLM-4: rotated pairs of neighbouring dimensions, and in the 0414 models norms after attention and MLP too."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def _norms(tap: str, stats: TapStatistics, *, complete: bool) -> _Answer:
 
 
 def _tap(query: Query) -> _Answer:
-    """Return a tap at a glance: the distribution of norms, its largest rows, and its dimensions."""
+    """Return an overview of a tap: the distribution of norms, its largest rows, and its dimensions."""
     dataset, tap = query.dataset(), query.text("tap")
     sampled = dimension_stats(dataset, tap)
     stats = known_stats(dataset, tap) or sampled

@@ -1,4 +1,4 @@
-"""The web server of ``spile view``: loopback or a token, a strict content security policy, and nothing but reads."""
+"""The web server of ``spile view``: loopback or a token, a strict content security policy, and read access only."""
 
 from __future__ import annotations
 
