@@ -392,7 +392,7 @@ class JointDataset(ShuffledReaders):
 def _check_same_tokens(datasets: Mapping[str, Dataset]) -> None:
     """Raise an error that names the first difference, unless all datasets have the same tokens in the same order."""
     first, *others = datasets.values()
-    options = BlockOptions(Selection(), False, 1, None)
+    options = BlockOptions(Selection(), context=False, window=1, streams=None)
     wanted = first._source((), options).digests() if others else np.zeros(0, np.uint64)
     for other in others:
         found = other._source((), options).digests()

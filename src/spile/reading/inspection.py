@@ -312,8 +312,8 @@ def compare_datasets(
             continue
         same += 1
         shared = [tap for tap in wanted if tap in one.taps and tap in other.taps]
-        mine, theirs = one.all_rows(shared), other.all_rows(shared)
-        found = {tap: row_distances(mine[tap], theirs[tap], tap) for tap in shared}
+        rows, other_rows = one.all_rows(shared), other.all_rows(shared)
+        found = {tap: row_distances(rows[tap], other_rows[tap], tap) for tap in shared}
         for tap, each in found.items():
             pairs[tap].append(each)
         largest = ((float(distances.max(initial=0.0)), *address, tap) for tap, (distances, _) in found.items())

@@ -405,21 +405,21 @@ class BlockSource:
         return _BUCKET_THREADS if self.remote else min(_DISK_THREADS, max(2, len(local_cores())))
 
     def samples_per_read(self, parts: int) -> int:
-        """Return of how many samples one call should read a part."""
+        """Return the number of samples of which one call should read a part."""
         mean = self.rows * self.row_bytes // max(1, self.samples * parts)
         return max(1, _READ_BYTES // max(1, mean))
 
     def groups(self, plan: ShufflePlan, first: int) -> Iterator[RowGroup]:
         """Yield the groups of samples in the order of the data, from the one that begins with sample ``first`` on."""
         index, lengths = self.data_order()
-        mine = np.flatnonzero(index % plan.parts == plan.part)
-        mine = mine[mine >= first]
-        ends, begin = np.cumsum(lengths[mine]), 0
-        while begin < len(mine):
+        samples = np.flatnonzero(index % plan.parts == plan.part)
+        samples = samples[samples >= first]
+        ends, begin = np.cumsum(lengths[samples]), 0
+        while begin < len(samples):
             # A group ends with the sample that makes it large enough.
             end = int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + plan.group_rows)) + 1
-            some = mine[begin:end]
-            yield RowGroup(int(some[0]), end >= len(mine), self.reads(some, np.zeros_like(some), 1))
+            group = samples[begin:end]
+            yield RowGroup(int(group[0]), end >= len(samples), self.reads(group, np.zeros_like(group), 1))
             begin = end
 
     def cancel(self) -> None:

@@ -180,7 +180,7 @@ class ShufflePlan:
     def full_batches(self, epoch: int, counts: _Numbers) -> int:
         """Return how many full batches every one of the readers has in an epoch."""
         shares = (self.members(self.block_order(epoch, part)) for part in range(self.parts))
-        return min(int(counts[mine].sum()) for mine in shares) // self.batch_rows
+        return min(int(counts[share].sum()) for share in shares) // self.batch_rows
 
     def permutation(self, epoch: int, number: int, rows: int, *, of_group: bool = False) -> _Numbers:
         """Return the order of the rows of a window, or that in which the rows of a group are divided over windows."""

@@ -34,8 +34,8 @@ _OPTIONAL_COLUMNS = ("COMMITTED", "SIZE", "SHARDS", "HEARD", "TOKENS/S")
 
 def render(snapshot: Snapshot, interval: float | None = None, height: int | None = None) -> RenderableType:
     """Return the dashboard. With ``height``, texts are truncated and healthy streams omitted so that it fits."""
-    begun, never = len(snapshot.streams), snapshot.never_begun
-    parts = [f"Total workers: {begun}" + (f" of {begun + never}; {never} not begun" if never else "")]
+    started, never = len(snapshot.streams), snapshot.never_begun
+    parts = [f"Total workers: {started}" + (f" of {started + never}; {never} not begun" if never else "")]
     if interval is not None:
         parts.append(f"check interval: {interval:g} s")
     parts += progress_parts(snapshot.percent, snapshot.seconds_left)

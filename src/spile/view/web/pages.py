@@ -250,9 +250,9 @@ def _grid(query: Query) -> _Answer:
     if query.text("measure", "norm") == "norm":
         norms = [_compact(np.linalg.norm(each.astype(np.float64), axis=1)) for each in rows.values()]
         return {"taps": [*widths], "first": first, "values": norms}
-    alike = [(a, b) for a, b in pairwise(widths) if widths[a] == widths[b]]
-    values = [_compact(row_distances(rows[a], rows[b], b)[0]) for a, b in alike]
-    return {"taps": [b for _, b in alike], "first": first, "values": values}
+    pairs = [(before, tap) for before, tap in pairwise(widths) if widths[before] == widths[tap]]
+    values = [_compact(row_distances(rows[before], rows[tap], tap)[0]) for before, tap in pairs]
+    return {"taps": [tap for _, tap in pairs], "first": first, "values": values}
 
 
 def _token_count(widths: Mapping[str, int]) -> int:
@@ -338,10 +338,10 @@ def _cosine(query: Query) -> _Answer:
     dataset = query.dataset()
     widths = tap_widths(dataset)
     middle = [*widths.values()][len(widths) // 2]
-    alike = [tap for tap, width in widths.items() if width == middle]
-    batch = sampled_rows(dataset, alike)
-    values = _compact(mean_cosine([batch.rows[tap] for tap in alike]))
-    return {"taps": alike, "values": values, "rows": len(np.asarray(batch.tokens))}
+    same_width = [tap for tap, width in widths.items() if width == middle]
+    batch = sampled_rows(dataset, same_width)
+    values = _compact(mean_cosine([batch.rows[tap] for tap in same_width]))
+    return {"taps": same_width, "values": values, "rows": len(np.asarray(batch.tokens))}
 
 
 # -- two datasets, features, scores ------------------------------------------------------------------------------------
@@ -369,10 +369,10 @@ def _difference(query: Query) -> _Answer:
     first = query.number("first", 0)
     widths = tap_widths(query.dataset())
     shared = {tap: width for tap, width in widths.items() if tap in one.taps and tap in two.taps}
-    mine, theirs = (each.all_rows(shared, first=first, count=_token_count(shared)) for each in (one, two))
-    alike = [tap for tap in shared if mine[tap].shape == theirs[tap].shape]
-    values = [_compact(row_distances(mine[tap], theirs[tap], tap)[0]) for tap in alike]
-    return {"taps": alike, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}
+    rows, other = (each.all_rows(shared, first=first, count=_token_count(shared)) for each in (one, two))
+    taps = [tap for tap in shared if rows[tap].shape == other[tap].shape]
+    values = [_compact(row_distances(rows[tap], other[tap], tap)[0]) for tap in taps]
+    return {"taps": taps, "first": first, "values": values, "tokens": one.shown_texts(), "task_id": one.task_id}
 
 
 def _feature(query: Query) -> _Answer:
