@@ -45,7 +45,7 @@ from spile.hosts.files import _parse_probe
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import Session
 from spile.models.adapters import find_adapter
-from spile.models.model_files import describe, find, read_index
+from spile.models.model_files import find, read_index
 from spile.models.safetensors_files import read_header
 from spile.models.weights import locate_tensors
 from spile.objects import open_folder
@@ -226,7 +226,7 @@ class Targets:
     def config(self) -> Target:
         def read(data: bytes) -> None:
             (self._scratch / "config.json").write_bytes(data)
-            with_ours(lambda: describe("m", LocalFolder(self._scratch), None, weights=False).config)
+            with_ours(lambda: find(str(self._scratch), weights=False).config)
 
         return (self._embedded / "config.json").read_bytes(), read
 

@@ -45,12 +45,6 @@ _HASH_CHUNK = 64 << 20
 ReadConfig = Callable[[Mapping[str, Any]], ModelConfig]
 
 
-def cache_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/spile/models``, or ``~/.cache/spile/models``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "spile" / "models"
-
-
 def download(name: str, revision: str | None, *, weights: bool = True, files: Sequence[str] = ()) -> tuple[Path, str]:
     """Return the model's folder in the hub's cache and its commit. Without ``weights``, only small files are fetched.
 
@@ -176,26 +170,7 @@ def find(name: str, revision: str | None = None, *, weights: bool = True, read: 
     ``embedded``; a folder; ``gs://…`` or ``s3://…``; else a name on the Hugging Face hub (``HF_TOKEN`` for gated ones).
     Without ``weights`` its config and its tokenizer are enough, and no weights are fetched. ``read`` reads config.json.
     """
-    path = Path(__file__).parent / EMBEDDED if name == EMBEDDED else Path(name).expanduser()
-    if is_remote(name) or path.is_dir():
-        if revision is not None:
-            raise ModelError("--revision", expected="a model of the Hugging Face hub", found=name)
-        return describe(name, open_folder(name if is_remote(name) else str(path)), None, weights=weights, read=read)
-    mistyped = "/" in name and path.parent.is_dir()  # a folder here, not an owner on the hub
-    if not _HUB_NAME.fullmatch(name) or path.exists() or mistyped:
-        raise ModelError(
-            f"no such model: {name}",
-            expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",
-            found="a file" if path.exists() else "neither",
-        )
-    path, commit = download(name, revision, weights=weights)
-    return describe(name, open_folder(str(path)), commit, weights=weights, read=read)
-
-
-def describe(
-    name: str, folder: Folder, revision: str | None, *, weights: bool = True, read: ReadConfig = read_config
-) -> ModelFiles:
-    """Read the small files of a model, and return what :func:`find` returns."""
+    folder, commit = _find_folder(name, revision, weights=weights)
     if folder.local_path is not None:
         present = {path.name for path in folder.local_path.iterdir() if path.is_file()}
     else:
@@ -210,7 +185,25 @@ def describe(
     with untrusted(ModelError, f"config.json of {name} is invalid"):
         config = read(raw)
     files = _weight_files(name, small, present) if weights else ()
-    return ModelFiles(name, revision, config, small, folder, files)
+    return ModelFiles(name, commit, config, small, folder, files)
+
+
+def _find_folder(name: str, revision: str | None, *, weights: bool) -> tuple[Folder, str | None]:
+    """Return the folder of a model, and its commit if it is of the hub."""
+    path = Path(__file__).parent / EMBEDDED if name == EMBEDDED else Path(name).expanduser()
+    if is_remote(name) or path.is_dir():
+        if revision is not None:
+            raise ModelError("--revision", expected="a model of the Hugging Face hub", found=name)
+        return open_folder(name if is_remote(name) else str(path)), None
+    mistyped = "/" in name and path.parent.is_dir()  # a folder here, not an owner on the hub
+    if not _HUB_NAME.fullmatch(name) or path.exists() or mistyped:
+        raise ModelError(
+            f"no such model: {name}",
+            expected="a folder, or a name such as Qwen/Qwen2.5-0.5B",
+            found="a file" if path.exists() else "neither",
+        )
+    path, commit = download(name, revision, weights=weights)
+    return open_folder(str(path)), commit
 
 
 def _copy_to_cache(folder: Folder, names: Sequence[str]) -> Path:
@@ -219,7 +212,8 @@ def _copy_to_cache(folder: Folder, names: Sequence[str]) -> Path:
     digest = hashlib.sha256(folder.url.encode())
     for name, data in sorted(content.items()):
         digest.update(f"\n{name} {hashlib.sha256(data).hexdigest()}".encode())
-    kept = LocalFolder(cache_folder() / digest.hexdigest()[:32])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = LocalFolder(cache / "spile" / "models" / digest.hexdigest()[:32])
     for name, data in content.items():
         if not (kept.path / name).is_file():
             kept.put(name, data)
@@ -249,7 +243,7 @@ def _weight_files(name: str, small: Path, present: set[str]) -> tuple[str, ...]:
 
 
 def read_index(content: bytes, where: str) -> set[str]:
-    """Read ``model.safetensors.index.json``, and return the names of the weight files."""
+    """Return the names of the weight files that an index lists."""
     with untrusted(ModelError, f"{where} is not an index of weights", expected='JSON with a "weight_map"'):
         files = {str(file) for file in json.loads(content)["weight_map"].values()}
     outside = sorted(file for file in files if "/" in file or "\\" in file or file.startswith("."))
