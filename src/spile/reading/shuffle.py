@@ -314,23 +314,22 @@ class ShuffleOrder:
                 'a state if order="data" or a bound on norms is given: such rows are counted only by reading them'
             )
             raise UserError("after", expected=expected, found=f"after={batches}")
-        most = self.plan.batch_rows
-        rows = batches * most
-        for epoch in count():
+        batch_rows = self.plan.batch_rows
+        rows, epoch = batches * batch_rows, 0
+        while True:
             ends = np.cumsum([0, *self.plan.window_rows(epoch, self._counts)])
-            given = total = int(ends[-1])
+            epoch_rows = total = int(ends[-1])
             if not endless:  # the last batch of an epoch may have fewer rows; it counts as a full one
                 steps = self.steps(epoch)
-                given = most * (
-                    total // most + (not self.plan.drop_last and total % most > 0) if steps is None else steps
-                )
-            if not given:
+                if steps is None:
+                    steps = total // batch_rows if self.plan.drop_last else -(-total // batch_rows)
+                epoch_rows = batch_rows * steps
+            if not epoch_rows:
                 raise UserError("after", expected="an epoch with at least one batch", found=f"{total} rows")
-            if rows < given:
+            if rows < epoch_rows:
                 window = int(np.searchsorted(ends, rows, side="right")) - 1
-                return Position(epoch, -(-rows // most), window, rows - int(ends[window]))
-            rows -= given
-        raise AssertionError("unreachable: count() does not end")
+                return Position(epoch, -(-rows // batch_rows), window, rows - int(ends[window]))
+            rows, epoch = rows - epoch_rows, epoch + 1
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -528,7 +527,7 @@ class _BatchMaker:
 
     def run(self, start: Position) -> Iterator[tuple[Any, Position]]:
         """Yield the batches from a position on, each with the position after it."""
-        most = self._plan.batch_rows
+        batch_rows = self._plan.batch_rows
         batches, epoch, steps = start.batches, -1, None
         pending = _Rows.join([])
         for window in self._windows(start):
@@ -540,10 +539,10 @@ class _BatchMaker:
                 raise UserError("state", expected=f"at most {total} rows of its window", found=taken)
             self._release(rows.slots[:taken])
             while taken < total and batches != steps:
-                part = rows.take(slice(taken, taken + most - len(pending.slots)))
+                part = rows.take(slice(taken, taken + batch_rows - len(pending.slots)))
                 pending = _Rows.join([pending, part])
                 taken += len(part.slots)
-                if len(pending.slots) == most:
+                if len(pending.slots) == batch_rows:
                     batches += 1
                     yield self._batch(pending), Position(epoch, batches, window.number, taken, window.sample)
                     pending = _Rows.join([])

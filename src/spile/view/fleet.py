@@ -192,14 +192,14 @@ def plain_lines(status: FleetStatus) -> list[str]:
 
 
 def watch(
-    look: Callable[[], FleetStatus],
+    read: Callable[[], FleetStatus],
     console: Console,
     *,
     interval: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetStatus:
     """Show a fleet until its work is over, then print the result and the next command."""
-    status = table.watch(look, render, plain_lines, lambda seen: seen.over, console, interval=interval, sleep=sleep)
+    status = table.watch(read, render, plain_lines, lambda status: status.over, console, interval=interval, sleep=sleep)
     ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"

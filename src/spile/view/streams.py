@@ -71,7 +71,7 @@ def plain_lines(snapshot: Snapshot) -> list[str]:
 
 
 def watch(
-    take: Callable[[], Snapshot],
+    read: Callable[[], Snapshot],
     console: Console,
     *,
     interval: float,
@@ -80,7 +80,7 @@ def watch(
 ) -> None:
     """Show snapshots until all streams are done. Ctrl+C stops only the display."""
     if once:
-        console.print(render(take()))
+        console.print(render(read()))
         return
     with suppress(KeyboardInterrupt):
-        table.watch(take, render, plain_lines, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)
+        table.watch(read, render, plain_lines, lambda snapshot: snapshot.done, console, interval=interval, sleep=sleep)
