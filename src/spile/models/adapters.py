@@ -28,7 +28,7 @@ _HARMLESS = frozenset({
     "loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version",
     "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
-"""Fields that are read, or that only decided which tensors the adapter has."""
+"""Fields that spile reads, or that only determine which tensors the adapter has."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from spile.errors import ModelError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "rms_plus_one", "layer"]
-"""``rms``: divide by the RMS; ``rms_plus_one``: with weights stored less 1; ``layer``: less the mean, with a bias."""
+"""``rms``: divide by the RMS; ``rms_plus_one``: the same, with weights that are stored minus 1; ``layer``: subtract the
+mean first, and add a bias."""
 NormPlace = Literal["pre", "post", "sandwich"]
 """Whether the input of attention and MLP is normed, their output, or both."""
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]

@@ -119,7 +119,8 @@ def empty_slots(config: ModelConfig, groups: int, slots: int, capacity: int, dty
     """Return slots without samples.
 
     Raises:
-        ModelError: The model's positions depend on the length of a sample, and a slot could exceed the switching point.
+        ModelError: The model's positions depend on the length of a sample, and a sample could reach the length at which
+            they change.
     """
     if config.rope.kind == "longrope" and capacity > config.rope.original_length:
         raise ModelError(
@@ -203,8 +204,8 @@ def take_steps(
 ) -> tuple[Slots, Choices, tuple[Any, ...]]:
     """Feed ``stride`` tokens of each slot one after another, and select the token after each.
 
-    Tokens are ``[stride, groups, slots]``, the kept activations ``[stride, groups × slots, 1, …]``. What a slot gives
-    after its last token is noise.
+    Tokens are ``[stride, groups, slots]``, the kept activations ``[stride, groups × slots, 1, …]``. The output of
+    a slot after its last token is meaningless.
     """
     groups, count = slots.token.shape
     first_position = slots.position[..., None]

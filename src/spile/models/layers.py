@@ -87,7 +87,7 @@ _LIMIT = 248 * 2.0**120
 
 
 def as_stored(x: Array, dtype: str) -> Array:
-    """Convert to the stored dtype; scaled dtypes are encoded with the scale behind the numbers."""
+    """Convert to the stored dtype; scaled dtypes are encoded, with the scale after the numbers."""
     return encode(x, dtype) if dtype in SCALED else x.astype(dtype)
 
 

@@ -81,7 +81,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
     @overload
     def __getitem__(self, which: slice) -> list[StoredSample]: ...
     def __getitem__(self, which: int | str | slice) -> StoredSample | list[StoredSample]:
-        """Return the sample at a place in the data, or with a task id (of several variants, the first); or a list."""
+        """Return the sample at this place of the data, or the first one with this task id; a slice gives a list."""
         if isinstance(which, slice):
             return [self[place] for place in range(*which.indices(len(self)))]
         if isinstance(which, str):

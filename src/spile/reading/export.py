@@ -398,8 +398,8 @@ def _write_hf(export: Export, folder: Path) -> int:
 def _write_saelens(export: Export, folder: Path) -> int:
     """Write a cache that SAELens' ``cached_activations_path`` opens: rows in order, divided into contexts.
 
-    SAELens has one hook in a cache, in float32, and contexts of one length: last rows that fill no context are left
-    out.
+    SAELens has one hook in a cache, in float32, and contexts of one length. The last rows are left
+    out if they do not fill a context.
     """
     hub, arrow, (tap,), size = _package("datasets"), _package("pyarrow"), export.taps, export.context_size
 
@@ -465,7 +465,7 @@ def _save_dataset(batches: Iterable[Any], folder: Path, form: str | None = None)
 def _draft_samples(export: Export, last: str) -> Iterator[tuple[int, _Array, _Array, _Array]]:
     """Yield number, tokens, loss mask and rows [tokens, taps, d] of each sample, in the order of the data.
 
-    ``last`` is the tap that the trainer of draft models takes for the end of the model. The loss mask selects the
+    ``last`` is the tap that the trainer of draft models expects at the end. The loss mask selects the
     assistant's tokens, or all tokens of a sample that has no turns.
     """
     run, dataset = export.dataset.run, export.dataset

@@ -155,7 +155,7 @@ class TokenMap:
         self._texts, self._values, self._roles, self._name = list(texts), values, roles, name
 
     def _shares(self) -> _Array:
-        """Return the strength of each colour, from -1 to 1. The first token, often an attention sink, sets no bound."""
+        """Return the strength of each colour, from -1 to 1. The first token, often an attention sink, is ignored."""
         values = np.nan_to_num(self._values)
         later = (self._roles & Role.FIRST) == 0
         usual = np.abs(values[later] if later.any() else values)

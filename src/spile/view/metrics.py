@@ -20,7 +20,7 @@ _TOTALS = {
     "tokens_per_second": "Tokens per second of all workers.",
 }
 _COUNTS = {
-    "healthy": "Workers or streams that are well or done.",
+    "healthy": "Workers or streams that are healthy or done.",
     "working": "Workers or streams that are being worked on.",
     "needs_recovery": "Workers or streams that need recovery.",
     "machines": "Machines of the fleet, in any state.",
@@ -30,7 +30,7 @@ _COUNTS = {
 }
 _WORKER = {
     "samples": "Samples of the worker.",
-    "healthy": "Whether the worker is well.",
+    "healthy": "Whether the worker is healthy.",
     "finished": "Whether the worker is finished.",
     "preemptions": "Preemptions of the worker's machines.",
     "crashes": "Crashes of the worker.",

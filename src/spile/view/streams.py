@@ -23,7 +23,7 @@ _STYLE = {
     State.WORKING: "cyan",
     State.DONE: "green",
 }
-"""The colour of each state. A low terminal omits the rows of the last states first."""
+"""The colour of each state. A terminal with few lines omits the rows of the last states first."""
 _COLUMNS: tuple[Column[StreamView, Snapshot], ...] = (
     Column("NAME", lambda stream: stream.name, lambda _: "TOTALS", "left"),
     Column("STATUS", lambda stream: Text(stream.status, style=_STYLE[stream.state]), justify="left"),

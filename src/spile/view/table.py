@@ -165,11 +165,11 @@ class Dashboard(Generic[Row, Status]):
     """The columns that a narrow terminal omits, in this order."""
     rows: Sequence[Row]
     rank: Callable[[Row], Any]
-    """A low terminal omits the rows of the highest rank."""
+    """A terminal with few lines omits the rows of the highest rank."""
     status: Status
     messages: Sequence[Text]
     omitted_hint: str
-    """Where to find messages that a low terminal omits."""
+    """Where to find the messages that a terminal with few lines omits."""
 
     def render(self, interval: float | None, height: int | None) -> RenderableType:
         """Return the display. With ``height``, it fits a terminal of that many lines."""

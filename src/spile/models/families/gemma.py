@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: scaled embeddings, and norm weights that are stored less 1."""
+"""Gemma 1 to 3: scaled embeddings, and norm weights that are stored minus 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _read_gemma1(fields: ConfigFields) -> ModelConfig:
 GEMMA = Family(
     model_types=("gemma",),
     models="Gemma 1",
-    differs="embeddings times √d_model; norm weights are stored less 1",
+    differs="embeddings times √d_model; norm weights are stored minus 1",
     example=("google/gemma-2b", sizes(2048, 18, 8, 1, 16_384)),
     read=_read_gemma1,
 )
