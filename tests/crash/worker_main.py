@@ -96,7 +96,7 @@ def visit(
     stream = join_stream(root, 0, stream_identity(count), run)
     spec = ExtractSpec(output=url, commit_every=life.commit_every)
     sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.writers)
-    with StatusFiles(spec, stream, progress, pulse=True, expected=count) as status:
+    with StatusFiles(spec, stream, progress, writes=True, expected=count) as status:
         finished = run_pipeline(
             items(count, stream.ledger.done),
             _Producer(life, stop),

@@ -141,12 +141,12 @@ def worker(
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
     from spile.worker.claiming import work_on_claims
-    from spile.worker.signals import exit_handler, handled
+    from spile.worker.signals import exit_handler, handle_signals
 
     check_number("--claim-seconds", seconds, 1, 86400)
     identity = pod.identity()
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
-    between = handled(exit_handler(Interrupted.exit_code), signal.SIGTERM)
+    between = handle_signals(exit_handler(Interrupted.exit_code), signal.SIGTERM)
     with pod.join(identity) as hosts, between:
         return work_on_claims(
             spec.data,
@@ -222,7 +222,7 @@ def run_stream(
     from spile.view.worker import worker_display
     from spile.worker import extract as worker
     from spile.worker.pod.pod import log_devices
-    from spile.worker.signals import end_soon
+    from spile.worker.signals import exit_soon
 
     joined = pod.join(identity) if hosts is None else nullcontext(hosts)
     with joined as hosts, worker_display(verbose) as watch:
@@ -240,7 +240,7 @@ def run_stream(
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
     if summary.interrupted:
-        end_soon(summary.exit_code)  # Do not wait for programs that are still being compiled.
+        exit_soon(summary.exit_code)  # Do not wait for programs that are still being compiled.
     return summary.exit_code
 
 
@@ -271,7 +271,7 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
     """Add taps to a finished dataset with a progress display, and return the exit code."""
     from spile.view.worker import worker_display
     from spile.worker.backfill import add_taps as run
-    from spile.worker.signals import end_soon
+    from spile.worker.signals import exit_soon
 
     spec = backfill.spec(flags)
     hosts = pod.identity().count
@@ -281,7 +281,7 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
         summary = run(spec, progress=watch.progress, stop=watch.stop)
         watch.finish(summary, spec.max_samples)
     if summary.interrupted:
-        end_soon(summary.exit_code)
+        exit_soon(summary.exit_code)
     return summary.exit_code
 
 

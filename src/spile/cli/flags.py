@@ -267,11 +267,13 @@ class PodFlags:
     def join(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
         from spile.worker.pod.pod import PodTimes, join
-        from spile.worker.signals import before_exit, handled
+        from spile.worker.signals import before_exit, handle_signals
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with (
-            handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM),  # Nothing is to be committed yet.
+            handle_signals(
+                signal.default_int_handler, signal.SIGINT, signal.SIGTERM
+            ),  # Nothing is to be committed yet.
             join(identity or self.identity(), times, log) as hosts,
             before_exit(lambda: hosts.notify_end(KeyboardInterrupt())),
         ):

@@ -47,7 +47,7 @@ from spile.view import fleet as fleet_view
 from spile.view import streams as streams_view
 from spile.view.metrics import serve_metrics
 from spile.view.table import output
-from spile.worker.signals import handled
+from spile.worker.signals import handle_signals
 
 
 def watch_fleet(
@@ -77,7 +77,7 @@ def watch_fleet(
 
     with (
         ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
-        handled(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
+        handle_signals(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
         serve_metrics(metrics_port) as show_metrics,
     ):
         monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, may_create=may_create)

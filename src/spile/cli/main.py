@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from spile.errors import Interrupted
-from spile.worker.signals import INTERRUPTED, exit_handler, handled, interruptible
+from spile.worker.signals import INTERRUPTED, exit_handler, handle_signals, interruptible
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         code = Interrupted.exit_code
-        with handled(exit_handler(code), signal.SIGINT):  # For a second Ctrl+C.
+        with handle_signals(exit_handler(code), signal.SIGINT):  # For a second Ctrl+C.
             sys.stderr.write(f"{INTERRUPTED}\n")  # One write: print would make two.
     atexit.register(signal.signal, signal.SIGINT, exit_handler(code))  # Runs first, before exit handlers of libraries.
     sys.exit(code)

@@ -19,7 +19,7 @@ from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
 from spile.view.table import PipeSafeConsole, print_event, print_facts, progress_parts, totals_line, verify_command
-from spile.worker.signals import handled
+from spile.worker.signals import handle_signals
 
 _LINE_EVERY = 10.0
 
@@ -101,7 +101,7 @@ def engine_display(reader: SnapshotReader) -> Iterator[EngineDisplay]:
     """Show one display for all workers and count the signals that arrive."""
     view = EngineDisplay(PipeSafeConsole(), reader)
     with ExitStack() as stack:
-        stack.enter_context(handled(view.stop, signal.SIGINT, signal.SIGTERM))
+        stack.enter_context(handle_signals(view.stop, signal.SIGINT, signal.SIGTERM))
         if view.console.is_terminal:
             view.live = stack.enter_context(Live(console=view.console, auto_refresh=False, transient=True))
         yield view

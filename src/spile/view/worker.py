@@ -25,7 +25,7 @@ from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.view.table import PipeSafeConsole, print_event, print_facts, verify_command
 from spile.worker.progress import Progress, ProgressSnapshot, Summary
-from spile.worker.signals import handling_signals
+from spile.worker.signals import stop_on_signals
 
 _LINE_EVERY = 10.0  # seconds between plain lines if the output is not a terminal
 _NOTEBOOK_EVERY = 0.5  # seconds between updates of the bar in a notebook
@@ -53,7 +53,7 @@ def worker_display(verbose: bool = False, console: Console | None = None) -> Ite
     stop, log = threading.Event(), partial(print_event, console)
     progress = Progress.of_process(log=log, log_detail=log if verbose else lambda _line: None)
     with ExitStack() as stack:
-        stack.enter_context(handling_signals(stop, progress))
+        stack.enter_context(stop_on_signals(stop, progress))
         if verbose:
             stack.enter_context(_logged(log))
         if console.is_terminal:

@@ -325,7 +325,7 @@ class _Backfill:
         remove_unfinished(store.folder)
         progress.phase(Phase.RUNNING)
         expected = sum(shard.count for shard in remaining)
-        with StatusFiles(self.extraction, store, progress, pulse=True, expected=expected) as status:
+        with StatusFiles(self.extraction, store, progress, writes=True, expected=expected) as status:
             finished = add_to_stream(
                 stream, store, remaining, producer, self.sizes, control=control, progress=progress,
                 after_commit=status.committed,

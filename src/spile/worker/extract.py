@@ -46,13 +46,13 @@ from spile.worker.infer import check_generation, write_answers
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.pod.pod import WorkerGroup, check_same_command
 from spile.worker.producer import Control, OutOfDeviceMemory, Producer, TokenLimit, with_positions
-from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watching_for_hangs, write_checkpoint_file
+from spile.worker.progress import Progress, StatusFiles, Summary, summarize, watch_for_hangs, write_checkpoint_file
 from spile.worker.resolve import ResolvedRun, resolve, wants_statistics
 from spile.worker.sizes import sizes_for_stream
 from spile.worker.torch_producers import TorchGenerator, load_torch_models, make_torch_producer
 
 _CONTROLS = 64
-"""Stored samples of which one is computed again before a suspect is tried alone. Some of them may have been skipped."""
+"""Stored samples of which one is computed again, as a control, before a suspect is tried alone. Some may be skipped."""
 _MOST_FAILURES = 4
 """Steps in a row that may run out of memory without a commit: if more do, no single sample is at fault."""
 _LAST_WRITE = 10.0
@@ -84,12 +84,12 @@ def run_stream(
     check_generation(spec)
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
-    _check(spec, progress, hosts)
+    _check_command_and_output(spec, progress, hosts)
     run = resolve(spec, progress)
     if run.spec.data.max_seq_length != spec.data.max_seq_length:
         progress.log(f"--max-seq-length {run.spec.data.max_seq_length}: {spec.model} has no positions beyond")
     start_over = hosts.first and _starts_over(run)
-    stream = _known_stream(run) if hosts.first and not start_over else None
+    stream = _existing_stream(run) if hosts.first and not start_over else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
         run.samples.check_unchanged(stream.ledger.parts, stream.ledger.end)
@@ -136,13 +136,13 @@ def _load_and_work(
         expected = run.expected_samples(stream.ledger)
         known = expected is not None and run.token_limit is None
         progress.total_samples = len(Ranges([(0, expected or 0)]) - done) if known else None
-        finished = StreamWork(run, stream, producer, status, stop, hosts).work_off(reader)
+        finished = StreamWork(run, stream, producer, status, stop, hosts).run(reader)
         status.expected = run.expected_samples(stream.ledger)
         progress.phase(Phase.DONE if finished else Phase.STOPPED)
     return stream, finished, producer.describe()
 
 
-def _check(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
+def _check_command_and_output(spec: ExtractSpec, progress: Progress, hosts: WorkerGroup) -> None:
     """Check the command and the output before anything is read."""
     check_same_command(hosts, spec)
     for place in filter(None, (spec.output, spec.local_copy)):  # before resolve, which reads the existing run
@@ -175,46 +175,46 @@ class StreamWork:
         self._control = hosts.control(Control(stop, run.spec.commit_every))
         self._sink = hosts.sink(stream, status.committed)
         self._trials = Trials(stream.record.id)
-        self._recorded = False
-        """Whether ``suspects.json`` belongs to this worker."""
+        self._writes_trials = False
+        """Whether this worker writes ``suspects.json``."""
         self._rest_done = False
         self._steps = 0
         self._limit: TokenLimit | None = None
-        self._healthy = False
-        """Whether the last step of this process stored samples, which is as good as a control."""
+        self._last_step_stored = False
+        """Whether the last step of this process stored samples; then no control is needed."""
         self._failures = 0
         """Steps in a row that ran out of memory before anything was committed."""
 
-    def work_off(self, reader: SampleReader) -> bool:
+    def run(self, reader: SampleReader) -> bool:
         """Take steps until nothing is left. Return False if stopped early; then what was computed is committed.
 
         Args:
-            reader: All samples that are left. It serves if they are computed at once.
+            reader: All samples that are left, for the case that they are computed at once.
 
         """
         self._resume()
-        with watching_for_hangs(self._progress, self._hung) if not self._hosts.name else nullcontext():
+        with watch_for_hangs(self._progress, self._end_hung_worker) if not self._hosts.name else nullcontext():
             while (step := self._agree_on_step()).kind != "done":
                 if step.kind == "quarantine":
                     self._quarantine(next(iter(step.samples)))
                     continue
                 try:
-                    if not self._take(step, reader if step.all_remaining else None):
+                    if not self._run_step(step, reader if step.all_remaining else None):
                         self._record(replace(self._trials, trial=Ranges()))
                         return False
                 except (OutOfDeviceMemory, MemoryError) as error:
-                    self._blame(error)
+                    self._handle_out_of_memory(error)
         self._record(self._trials)
         return True
 
     def _resume(self) -> None:
-        """Read what the last worker left, and log it if it was killed."""
+        """Read the trials of the last worker, and log them if it was killed."""
         if not self._hosts.first:
             return
         stored, supervision = read_trials(self._stream.folder), Supervision.from_environment(os.environ)
         self._trials = resume_trials(stored, supervision, self._stream.record.id, self._stream.ledger.done)
         if stored is not None or supervision.kills:
-            self._recorded = True
+            self._writes_trials = True
             self._record(self._trials)
         if self._trials.groups:
             suspects = counted(len(self._trials.suspects), "sample")
@@ -236,7 +236,7 @@ class StreamWork:
                 "kind": step.kind,
                 "samples": step.samples.pairs(),
                 "whole": self._steps == 0 and step.kind == "rest" and not self._trials.groups,
-                "control": Ranges.of(islice(stored, 0 if self._healthy else _CONTROLS)).pairs(),
+                "control": Ranges.of(islice(stored, 0 if self._last_step_stored else _CONTROLS)).pairs(),
                 "tokens": ledger.tokens,
                 "done": [] if self._run.token_limit is None else ledger.done.pairs(),
             }
@@ -248,20 +248,20 @@ class StreamWork:
         samples, control = (Ranges((start, stop) for start, stop in plan[name]) for name in ("samples", "control"))
         return Step(plan["kind"], samples, plan["whole"], control)
 
-    def _take(self, step: Step, given: SampleReader | None) -> bool:
+    def _run_step(self, step: Step, given: SampleReader | None) -> bool:
         """Compute and commit the samples of a step; return False if stopped."""
         committed, stored = self._stream.ledger.commits, self._stream.ledger.samples
         if step.kind == "trial":
-            needs_control = len(step.samples) == 1 and bool(step.control_samples)
-            controlled = (needs_control and self._compute_control(step.control_samples)) or self._healthy
-            self._recorded = True
+            alone = len(step.samples) == 1
+            controlled = self._last_step_stored or (alone and self._compute_control(step.control_samples))
+            self._writes_trials = True
             self._record(self._trials.with_trial(step.samples, controlled=controlled))
         reader = given or _read(self._run, self._stream, step.others)
         self._stream.read_parts = lambda: reader.parts
         try:
             finished = self._run_pipeline(reader)
         except BaseException as error:
-            # This process lives, so the error says what is wrong; running out of memory is blamed by the caller.
+            # The process was not killed: the error says what is wrong. The caller handles running out of memory.
             if self._trials.trial and not isinstance(error, Fenced | OutOfDeviceMemory | MemoryError):
                 with suppress(SpileError):
                     self._record(replace(self._trials, trial=Ranges()))
@@ -270,7 +270,7 @@ class StreamWork:
             self._failures = 0 if self._stream.ledger.commits > committed else self._failures
             if given is None:
                 reader.close()
-        self._healthy = self._stream.ledger.samples > stored
+        self._last_step_stored = self._stream.ledger.samples > stored
         if finished and step.kind == "trial":
             self._record(self._trials.after_success())
         self._rest_done = self._rest_done or (finished and step.kind == "rest")
@@ -293,7 +293,9 @@ class StreamWork:
         return finished
 
     def _compute_control(self, stored: Ranges) -> bool:
-        """Compute one of these stored samples again, without storing it; return False if all of them were skipped."""
+        """Compute one of these stored samples again, without storing it; return False if there is none."""
+        if not stored:
+            return False
         reader = _read(self._run, self._stream, Step("trial", stored).others)
         try:
             sample = next((item for item in reader if isinstance(item, Sample)), None)
@@ -331,7 +333,7 @@ class StreamWork:
         self._sink.commit(None, [skip])
         self._progress.skip(skip)
 
-    def _blame(self, error: OutOfDeviceMemory | MemoryError) -> None:
+    def _handle_out_of_memory(self, error: OutOfDeviceMemory | MemoryError) -> None:
         """Count running out of memory against the samples on trial; raise it again if it is not about samples."""
         proven = len(self._trials.trial) == 1 and self._trials.controlled  # another sample was computed right before
         self._failures += not proven
@@ -339,10 +341,10 @@ class StreamWork:
             self._record(replace(self._trials, trial=Ranges()))
             raise error
         self._progress.log(f"{str(error) or 'host memory ran out'}: computing in trials, to find the sample at fault")
-        self._recorded, self._rest_done, self._healthy = True, False, False
+        self._writes_trials, self._rest_done, self._last_step_stored = True, False, False
         self._record(self._trials.after_failure("out of memory"))
 
-    def _hung(self, seconds: float) -> None:
+    def _end_hung_worker(self, seconds: float) -> None:
         """End this worker, and leave a record of what it was working on. No thread can be asked to end."""
         self._progress.log(
             f"no result from the device for {duration(seconds)}: this worker ends, another one continues"
@@ -355,7 +357,7 @@ class StreamWork:
 
     def _record(self, trials: Trials) -> None:
         self._trials = trials
-        if self._hosts.first and self._recorded:
+        if self._hosts.first and self._writes_trials:
             write_trials(self._stream.folder, trials)
 
 
@@ -444,7 +446,7 @@ def commit_end(run: ResolvedRun, stream: StreamStore, sink: Sink, reader: Sample
         sink.commit(None, end=reader.total)
 
 
-def _known_stream(run: ResolvedRun) -> StreamStore | None:
+def _existing_stream(run: ResolvedRun) -> StreamStore | None:
     """Return the stream if an earlier worker began it."""
     record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id, run.identity.folders)))
     return None if record is None else join(run)
@@ -504,4 +506,4 @@ def _remove_remains(stream: StreamStore, progress: Progress) -> None:
 
 def _status_files(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
     expected = run.expected_samples(stream.ledger)
-    return StatusFiles(run.spec, stream, progress, pulse=hosts.first, expected=expected)
+    return StatusFiles(run.spec, stream, progress, writes=hosts.first, expected=expected)

@@ -530,7 +530,7 @@ class Pipeline:
             with self._progress.computing():
                 blocks = self._producer.fetch(item.rows)
             ready = self._clock()
-            self._progress.busy_for("model", ready - max(item.began, last_ready))
+            self._progress.add_busy("model", ready - max(item.began, last_ready))
             last_ready = ready
             self._fetched[item.shard.writer].put(item._replace(rows=blocks))
             del item, blocks  # or their memory would be held until the next batch arrives

@@ -35,7 +35,7 @@ STAGES = ("tokenizer", "model", "host copy", "sink")
 
 
 def _age() -> float:
-    """Return the seconds since this process was started, imports included; 0 if the system does not tell."""
+    """Return the seconds since this process was started, imports included; 0 if the system does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -239,8 +239,8 @@ class Progress:
             self.spans.append((began, self.clock() - self._origin, name))
 
     @contextmanager
-    def also_logged_to(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Also pass all lines to ``listener`` while the context is open."""
+    def copy_log_to(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Also pass all log lines to ``listener`` while the context is open."""
         before = log, log_detail = self.log, self.log_detail
 
         def both(line: str, first: Callable[[str], None] = log) -> None:
@@ -286,7 +286,7 @@ class Progress:
             self._counts.compile_seconds += seconds
             self._counts.shapes += 1
 
-    def busy_for(self, stage: str, seconds: float) -> None:
+    def add_busy(self, stage: str, seconds: float) -> None:
         """Add to the time that a stage worked."""
         with self._lock:
             self._counts.busy[stage] += seconds
@@ -298,11 +298,11 @@ class Progress:
         try:
             yield
         finally:
-            self.busy_for(stage, (self.clock() - began) / threads)
+            self.add_busy(stage, (self.clock() - began) / threads)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Mark a wait for the device and for nothing else: :func:`watching_for_hangs` sees if it never ends."""
+        """Mark a wait for the device and for nothing else, so that :func:`watch_for_hangs` notices if it never ends."""
         wait = object()
         with self._lock:
             self._waits[wait] = self.clock()
@@ -343,26 +343,26 @@ class Progress:
         return (self._counts.tokens - tokens) / (now - since) if now > since else 0.0
 
 
-_HANG_TICK = 5.0
+_HANG_POLL = 5.0
 _HANG_LEAST, _HANG_FIRST, _HANG_BATCHES = 600.0, 3600.0, 30
-"""Seconds after which a wait for the device is a hang: the first number, or as many times the longest wait so far as
-the third says; before any wait has ended, the second."""
+"""A wait for the device is a hang after ``_HANG_BATCHES`` times the longest wait so far, but at least ``_HANG_LEAST``
+seconds; before any wait has ended, after ``_HANG_FIRST`` seconds."""
 
 
 @contextmanager
-def watching_for_hangs(progress: Progress, hung: Callable[[float], None]) -> Iterator[None]:
+def watch_for_hangs(progress: Progress, hung: Callable[[float], None]) -> Iterator[None]:
     """Call ``hung`` once, with the seconds of the wait, if the device does not finish a batch.
 
     Only time that the worker spends waiting for the device counts: not compiling, tokenizing, writing or uploading.
-    It is counted in ticks of a thread, so a process that was suspended, or has no processor, gets more time.
+    The time is counted by a polling thread, so a process that is suspended or gets no CPU time has longer.
     """
     over = threading.Event()
 
     def watch() -> None:
         ages: dict[object, float] = {}
-        while not over.wait(_HANG_TICK):
+        while not over.wait(_HANG_POLL):
             waits, longest = progress.device_waits()
-            ages = {wait: ages.get(wait, 0.0) + _HANG_TICK for wait in waits}
+            ages = {wait: ages.get(wait, 0.0) + _HANG_POLL for wait in waits}
             oldest = max(ages.values(), default=0.0)
             if oldest > hang_limit(longest):
                 hung(oldest)
@@ -380,8 +380,8 @@ def hang_limit(longest: float | None) -> float:
     return _HANG_FIRST if longest is None else max(_HANG_LEAST, _HANG_BATCHES * longest)
 
 
-_READ = ("phase", "samples", "samples_committed", "tokens", "shards_written", "shards_committed")
-"""What a heartbeat has of the counters."""
+_HEARTBEAT_COUNTERS = ("phase", "samples", "samples_committed", "tokens", "shards_written", "shards_committed")
+"""The counters that are part of a heartbeat."""
 
 
 class StatusFiles(ExitStack):
@@ -391,23 +391,23 @@ class StatusFiles(ExitStack):
         spec: The run spec.
         stream: The stream that they describe.
         progress: The counters.
-        pulse: Whether this process writes them; on a pod, only process 0 has the whole ledger.
+        writes: Whether this process writes them; on a pod, only process 0 has the complete ledger.
         expected: The number of samples that the stream must hold, if it is known.
 
     """
 
     def __init__(
-        self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, pulse: bool, expected: int | None
+        self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, writes: bool, expected: int | None
     ) -> None:
         super().__init__()
         self._spec, self._stream, self.progress, self.expected = spec, stream, progress, expected
-        self._heart = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if pulse else None
+        self._heartbeat = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if writes else None
         self._deleted = 0
 
     def __enter__(self) -> StatusFiles:
-        if self._heart is not None:
-            self.enter_context(self._heart)
-            self.enter_context(self.progress.also_logged_to(self._heart.note))
+        if self._heartbeat is not None:
+            self.enter_context(self._heartbeat)
+            self.enter_context(self.progress.copy_log_to(self._heartbeat.note))
             # Now, so that a folder that cannot be written to is reported before hours of work.
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
         return self
@@ -415,18 +415,18 @@ class StatusFiles(ExitStack):
     def committed(self) -> None:
         """Update the files; called after each commit."""
         self._delete_local_copies()
-        if self._heart is not None:
+        if self._heartbeat is not None:
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
             self.progress.log_detail(
                 f"committed: {len(ledger.done):,} samples in {counted(ledger.shards, 'shard')} so far"
             )
-            self._heart.beat()
+            self._heartbeat.beat()
 
     def _reading(self) -> Reading:
         now = self.progress.snapshot()
         return Reading(
-            **{name: getattr(now, name) for name in _READ},
+            **{name: getattr(now, name) for name in _HEARTBEAT_COUNTERS},
             tokens_per_second=now.recent_tokens_per_second,
             retries=self._stream.folder.stats.retries,
             expected=self.expected,

@@ -1,7 +1,7 @@
 """Signals: the first Ctrl+C or SIGTERM commits what is done and stops, the second ends at once.
 
-Python raises KeyboardInterrupt between any two steps of the main thread, so also where exceptions are ignored (JAX has
-a callback of the garbage collector) or converted to another error (the import of an extension module). This module
+Python raises KeyboardInterrupt between any two steps of the main thread, even in code that ignores exceptions (JAX has
+a callback of the garbage collector) or converts them to another error (the import of an extension module). This module
 sends an ignored interrupt again, and reports a converted one as an interrupt.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from spile.worker.progress import Progress
 
 INTERRUPTED = "spile: interrupted"
-_KINDS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _RESEND_AFTER = 0.01
 """Seconds after which a lost signal is sent again; by then the callback that lost it has probably returned."""
 
@@ -34,7 +34,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def handled(handler: Handler, *kinds: signal.Signals, once: bool = False) -> Iterator[None]:
+def handle_signals(handler: Handler, *signals: signal.Signals, once: bool = False) -> Iterator[None]:
     """Handle these signals with ``handler`` inside the context. A KeyboardInterrupt that it raises is never lost.
 
     ``once``: ignore signals after a KeyboardInterrupt, so that nothing disturbs what cleans up.
@@ -59,7 +59,7 @@ def handled(handler: Handler, *kinds: signal.Signals, once: bool = False) -> Ite
         raised = False
         start_new_thread(_send_again, ())  # not threading.Thread: its locks may be held by the interrupted code
 
-    before = {kind: signal.signal(kind, handle) for kind in kinds}
+    before = {each: signal.signal(each, handle) for each in signals}
     hook, sys.unraisablehook = sys.unraisablehook, resend
     try:
         yield
@@ -71,8 +71,8 @@ def handled(handler: Handler, *kinds: signal.Signals, once: bool = False) -> Ite
         raise
     finally:
         sys.unraisablehook = hook
-        for kind, old in before.items():
-            signal.signal(kind, old)
+        for each, old in before.items():
+            signal.signal(each, old)
 
 
 def _send_again() -> None:
@@ -93,7 +93,7 @@ def interruptible() -> Iterator[None]:
             os._exit(Interrupted.exit_code)
         raise KeyboardInterrupt
 
-    with handled(handle, signal.SIGINT):
+    with handle_signals(handle, signal.SIGINT):
         yield
 
 
@@ -106,7 +106,7 @@ def _loads_jax(frame: FrameType | None) -> bool:
 
 
 def exit_handler(code: int) -> Handler:
-    """Return a handler that exits at once with ``code``, for when only the interpreter is left to shut down."""
+    """Return a handler that exits at once with ``code``, for times when there is nothing to clean up."""
     return lambda _number, _frame: os._exit(code)
 
 
@@ -115,19 +115,19 @@ _EXIT_AFTER = 3.0
 _EXIT_CALL = 0.5
 """Seconds that each call before an exit may take."""
 _SAME_REQUEST = 0.5
-"""A SIGTERM within this many seconds of another is the same request: Slurm sends two when it preempts a job."""
+"""Seconds within which a second SIGTERM is the same request: Slurm sends two when it preempts a job."""
 
 _exit_calls: list[Callable[[], None]] = []
 
 
-def end_soon(code: int = Interrupted.exit_code) -> None:
-    """End the process in a few seconds unless it ends by itself. What its threads leave is what a kill leaves."""
-    timer = threading.Timer(_EXIT_AFTER, _end, [code])
+def exit_soon(code: int = Interrupted.exit_code) -> None:
+    """End the process in a few seconds unless it ends by itself. Unfinished files stay, as after a kill."""
+    timer = threading.Timer(_EXIT_AFTER, _exit, [code])
     timer.daemon = True
     timer.start()
 
 
-def _end(code: int) -> None:
+def _exit(code: int) -> None:
     for call in _exit_calls:
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -137,7 +137,7 @@ def _end(code: int) -> None:
 
 @contextmanager
 def before_exit(call: Callable[[], None]) -> Iterator[None]:
-    """Make this call before :func:`end_soon` ends the process, while the context is open."""
+    """Make this call before :func:`exit_soon` ends the process, while the context is open."""
     _exit_calls.append(call)
     try:
         yield
@@ -146,7 +146,7 @@ def before_exit(call: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
+def stop_on_signals(stop: threading.Event, progress: Progress) -> Iterator[None]:
     """Set ``stop`` on the first signal; raise KeyboardInterrupt on the second, or if nothing was computed yet.
 
     A thread decides, because the main thread may be inside a library, which a handler would have to wait for.
@@ -160,7 +160,7 @@ def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None
     def decide(requests: int, name: str) -> None:
         now = progress.snapshot()
         if requests > 1 or (not now.samples and now.phase.early):
-            end_soon()
+            exit_soon()
             if requests == 1:
                 progress.log(f"{name}: nothing is computed yet, so this ends at once")
             ending.set()
@@ -174,7 +174,7 @@ def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None
         while number := int.from_bytes(os.read(reader, 1)):
             repeated = number == signal.SIGTERM and time.monotonic() - last < _SAME_REQUEST
             last = time.monotonic() if number == signal.SIGTERM else last
-            if number in _KINDS and not repeated and not ending.is_set():
+            if number in _STOP_SIGNALS and not repeated and not ending.is_set():
                 requests += 1
                 decide(requests, signal.Signals(number).name)
 
@@ -184,7 +184,7 @@ def handling_signals(stop: threading.Event, progress: Progress) -> Iterator[None
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets the number of each signal
     thread.start()
     try:
-        with handled(handle, *_KINDS, once=True):  # end_soon limits the time of the cleanup
+        with handle_signals(handle, *_STOP_SIGNALS, once=True):  # exit_soon limits the time of the cleanup
             yield
     finally:
         signal.set_wakeup_fd(before)

@@ -61,9 +61,8 @@ from spile.worker.torch_producers import make_torch_producer
 _Array = npt.NDArray[Any]
 _Rows = dict[str, _Array]
 
-_POLL = 0.5
-"""Seconds between checks whether a waiting thread should end."""
 _END_SECONDS = 30.0
+"""Seconds to wait for the exit code of a worker whose connection has ended."""
 _LEAST_CHUNK = 4
 """Batches whose samples are packed together, at least: fewer would waste computation on padding."""
 _SHARD_BYTES = 64e6
@@ -151,7 +150,7 @@ class Feed(Sink):
         """Add the rows of some samples. Wait while the reader has enough rows, unless it waits itself."""
         with self._changed:
             while self._held > self._plan.group_rows and not self._reader_waits and self._error is None:
-                self._changed.wait(_POLL)
+                self._changed.wait()
             start = 0
             for sample in samples:
                 stop = start + sample.rows
@@ -181,13 +180,14 @@ class Feed(Sink):
     def _next(self) -> _Group | None:
         with self._changed:
             self._reader_waits = True
+            self._changed.notify_all()
             try:
                 while not (self._groups and len(self._groups[0].rows) == len(self._groups[0].samples)):
                     if self._error is not None:
                         raise self._error
                     if self._ended and not self._groups:
                         return None
-                    self._changed.wait(_POLL)
+                    self._changed.wait()
             finally:
                 self._reader_waits = False
             group = self._groups.popleft()
@@ -477,8 +477,8 @@ class ActivationStream(ShuffledReaders):
         self._progress, self._store, self._workers = Progress(), store, workers
         self._spec = spec
         if not store:  # a folder that does not exist: nothing is read from it or written to it
-            nowhere = Path(tempfile.gettempdir()) / f"spile-stream-{secrets.token_hex(8)}"
-            self._spec = replace(spec, output=str(nowhere))
+            missing = Path(tempfile.gettempdir()) / f"spile-stream-{secrets.token_hex(8)}"
+            self._spec = replace(spec, output=str(missing))
         configure_jax()
         self.run: ResolvedRun = resolve(self._spec, self._progress)
         self._producer: Producer | None = None
@@ -522,7 +522,8 @@ class ActivationStream(ShuffledReaders):
             stream = self._join() if self._store else None
             done = Ranges() if stream is None else stream.ledger.done
             store = None if stream is None else Sink(stream)
-            feed = Feed(plan, self.run.rows, store, self._stored_rows() if len(done) else lambda _: {})
+            dataset = open_dataset(self._spec.output) if len(done) else None
+            feed = Feed(plan, self.run.rows, store, partial(self._read_stored, dataset))
             stop = threading.Event()
             work = partial(self._compute, feed, first, stream, done, stop)
             thread = threading.Thread(target=work, name="spile-stream", daemon=True)
@@ -550,14 +551,9 @@ class ActivationStream(ShuffledReaders):
         write_spec(self.run.root, self._spec)
         return stream
 
-    def _stored_rows(self) -> Callable[[Sample], _Rows]:
-        dataset = open_dataset(self._spec.output)
-
-        def read(sample: Sample) -> _Rows:
-            stored = dataset.sample(self.run.spec.data.worker_id, sample.index)
-            return {tap: stored.rows(tap) for tap in self.taps}
-
-        return read
+    def _read_stored(self, dataset: Any, sample: Sample) -> _Rows:
+        stored = dataset.sample(self.run.spec.data.worker_id, sample.index)
+        return {tap: stored.rows(tap) for tap in self.taps}
 
     def _compute(self, feed: Feed, first: int, stream: StreamStore | None, done: Ranges, stop: threading.Event) -> None:
         """Run the pipeline over the data, in a thread. Its errors are raised in the reader."""

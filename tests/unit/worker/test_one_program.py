@@ -46,7 +46,7 @@ def test_one_or_two_programs_are_compiled_and_the_wall_time_is_shown(
 def test_a_wait_for_programs_is_not_called_the_model() -> None:
     progress = Progress()
     progress.start()
-    progress.busy_for("model", 2.0)
+    progress.add_busy("model", 2.0)
     progress.compiled(1.0)
     assert progress.snapshot().limit == "model"
     progress.compiled(1.5)

@@ -29,7 +29,7 @@ from spile.worker.device import DeviceProducer
 from spile.worker.extract import StreamWork, run_stream
 from spile.worker.pod.pod import WorkerGroup
 from spile.worker.producer import OutOfDeviceMemory
-from spile.worker.progress import Progress, hang_limit, watching_for_hangs
+from spile.worker.progress import Progress, hang_limit, watch_for_hangs
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
 COUNT = 150
@@ -115,7 +115,7 @@ def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tupl
     )
     status: Any = SimpleNamespace(progress=Progress(log=said.append), committed=lambda: None)
     work = StreamWork(run, stream, Poisoned(poison, life), status, threading.Event(), WorkerGroup())
-    finished = work.work_off(Reader(stream.ledger.done))  # type: ignore[arg-type]
+    finished = work.run(Reader(stream.ledger.done))  # type: ignore[arg-type]
     stream.finish()
     return finished, stream, said
 
@@ -234,7 +234,7 @@ def test_a_worker_that_hangs_leaves_word_and_ends(tmp_path: Path, monkeypatch: p
     work = StreamWork.__new__(StreamWork)
     work._progress, work._stream = Progress(), stream
     work._trials = Trials(stream.record.id).with_trial(Ranges([(3, 4)]), controlled=True)
-    work._hung(700.0)
+    work._end_hung_worker(700.0)
     assert fate == [9]
     left = read_trials(stream.folder)
     assert left is not None
@@ -243,7 +243,7 @@ def test_a_worker_that_hangs_leaves_word_and_ends(tmp_path: Path, monkeypatch: p
 
 
 def test_only_waits_for_the_device_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_HANG_TICK", 0.01)
+    monkeypatch.setattr(watching, "_HANG_POLL", 0.01)
     monkeypatch.setattr(watching, "_HANG_LEAST", 0.05)
     monkeypatch.setattr(watching, "_HANG_FIRST", 0.05)
     progress, hung, seen = Progress(), threading.Event(), list[float]()
@@ -252,7 +252,7 @@ def test_only_waits_for_the_device_are_watched(monkeypatch: pytest.MonkeyPatch) 
         seen.append(seconds)
         hung.set()
 
-    with watching_for_hangs(progress, heard):
+    with watch_for_hangs(progress, heard):
         assert not hung.wait(0.3), "compiling, tokenizing or uploading, for as long as it takes"
         with progress.computing():
             assert hung.wait(30)

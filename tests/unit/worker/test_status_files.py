@@ -33,10 +33,10 @@ def joined(root: Folder) -> StreamStore:
     return join_stream(root, 0, stream_identity(COUNT), run_identity(store_dtype="float32"))
 
 
-def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, pulse: bool = True, **more: Any) -> StreamStore:
+def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, writes: bool = True, **more: Any) -> StreamStore:
     stream, progress = joined(root), more.pop("progress", Progress())
     left = [item for item in ITEMS if item.index not in stream.ledger.done]
-    with StatusFiles(spec, stream, progress, pulse=pulse, expected=COUNT) as status:
+    with StatusFiles(spec, stream, progress, writes=writes, expected=COUNT) as status:
         run_pipeline(
             left,
             producer or NumpyProducer(),
@@ -101,7 +101,7 @@ def test_lines_for_the_user_are_in_the_heartbeat(tmp_path: Path) -> None:
 
 def test_only_one_process_of_a_pod_has_a_pulse(tmp_path: Path) -> None:
     spec = ExtractSpec(output=str(tmp_path), checkpoint_dir=str(tmp_path / "notes"))
-    visit(spec, open_folder(str(tmp_path)), pulse=False)
+    visit(spec, open_folder(str(tmp_path)), writes=False)
     assert not (tmp_path / "tpu_0" / "progress.json").exists()
     assert not (tmp_path / "notes").exists()
 
