@@ -140,7 +140,8 @@ class DeviceProducer(Producer):
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[_Shape, Future[Callable[..., Any]]] = {}
-        self._proven: set[_Shape] = set()
+        self._computed: set[_Shape] = set()
+        """Shapes of which a batch was computed: it fits into the device memory."""
         self._compiled: set[_Shape] = set()
         """Shapes whose program was waited for."""
         self._pool: Future[None] = Future()
@@ -247,11 +248,11 @@ class DeviceProducer(Producer):
     def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Compute a batch: this is the compiled program."""
         info = batch.reshape(self.groups, -1, 3, batch.shape[-1]).swapaxes(1, 2).reshape(self.groups, 3, -1)
-        alone = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
-        coming = set(alone)
+        single = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
+        remaining = set(single)
 
         def keep(tap: Tap, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            coming.discard(tap)
+            remaining.discard(tap)
             kind = tap.stored_as(self._store_dtype, x.shape[-1])
             mean = self._positions == MEAN
             x = x if mean or kind in SCALED else x.astype(kind)  # before it is moved, because that makes it smaller
@@ -262,10 +263,10 @@ class DeviceProducer(Producer):
                 x = jax.vmap(lambda rows, places: rows[places])(x, index)
             x = as_stored(x, kind)
             finite = finite_rows(x).all(axis=1)
-            if tap not in alone:
+            if tap not in single:
                 return x, finite
             # No computation of this program is left to overlap the last transfer: start() sends it during the next.
-            return jax.device_put(x[None], self.host_sharding) if coming else x[None], finite[None]
+            return jax.device_put(x[None], self.host_sharding) if remaining else x[None], finite[None]
 
         rows = (batch[:, part] for part in range(3))
         kept = forward(
@@ -295,9 +296,9 @@ class DeviceProducer(Producer):
             program = self._program(shape).result()
             arrays, finite = program(self.params, put(rows, self.rows_sharding), put(places, self.groups_sharding))
             arrays = [array if self._is_sent(array) else jax.device_put(array, self.host_sharding) for array in arrays]
-            if shape not in self._proven:
+            if shape not in self._computed:
                 jax.block_until_ready(arrays)
-                self._proven.add(shape)
+                self._computed.add(shape)
         except jax.errors.JaxRuntimeError as error:
             raise self._convert_error(error, shape) from error
         return _Pending(arrays, finite)

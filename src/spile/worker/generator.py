@@ -1,8 +1,8 @@
 """The generator of ``infer``: continuous batching over slots, with the rows of each answer copied to the host.
 
 A slot holds the key/value cache of one answer. Two programs run on the devices: one reads pieces of prompts into their
-slots, the other makes a few tokens in every slot. An answer that ends leaves its slot to the next prompt. Each call's
-results are looked at one call late, so that the devices always have work.
+slots, the other generates a few tokens in every slot. When an answer ends, the next prompt gets its slot. The results
+of a call are collected after the next call was started, so that the devices always have work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How many answers are made at once, and in which pieces. No answer depends on it beyond rounding."""
+    """How many answers are generated at once, and in which pieces. No answer depends on it beyond rounding."""
 
     slots: int
     """Answers per data-parallel group."""
@@ -78,7 +78,7 @@ _CHUNK = {"cpu": 128, "gpu": 256, "tpu": 256}
 _READ_TOKENS = {"cpu": 512, "gpu": 8192, "tpu": 4096}
 _STRIDE = {"cpu": 8, "gpu": 16, "tpu": 16}
 _LOOK_TOKENS = 1 << 16
-"""Prompt tokens that are looked at to find out whether a run is small."""
+"""Prompt tokens that are read in advance to find out whether a run is small."""
 _ALIGNED = 64
 """The capacity of a slot is a multiple of this: fused kernels need whole blocks."""
 _CACHE_PART = 0.6
@@ -91,10 +91,10 @@ def plan_slots(
     token_bytes: int,
     weight_bytes: int,
     memory: int | None,
-    asked: int | None,
+    batch_size: int | None,
     answers: int | None = None,
 ) -> SlotPlan:
-    """Choose how many answers are made at once.
+    """Choose how many answers are generated at once.
 
     Args:
         longest: The longest prompt, in tokens.
@@ -102,7 +102,7 @@ def plan_slots(
         token_bytes: What the keys and values of one token take on a device.
         weight_bytes: What the weights take on a device.
         memory: The memory of a device; None means half of the host's.
-        asked: ``--batch-size``, if given.
+        batch_size: ``--batch-size``, if given.
         answers: The number of prompts per group, if known: no more slots are made.
 
     """
@@ -111,14 +111,14 @@ def plan_slots(
     capacity = -(-(longest + max_new) // _ALIGNED) * _ALIGNED
     room = (host_memory() // 2 if memory is None else memory) - weight_bytes
     fitting = int(room * _CACHE_PART) // (token_bytes * capacity)
-    wanted = asked or min(_SLOTS[platform], max(fitting, 1))
+    wanted = batch_size or min(_SLOTS[platform], max(fitting, 1))
     wanted = wanted if answers is None else min(wanted, max(answers, 1))
     if wanted > fitting:
         fix = f"use --batch-size {fitting}" if fitting else "use a smaller --max-seq-length or --max-new-tokens"
         raise SpecError(
             f"a cache for {wanted} answers of {capacity:,} tokens takes {size(wanted * token_bytes * capacity)}",
             expected=f"at most {size(max(0, int(room * _CACHE_PART)))} next to {size(weight_bytes)} of weights",
-            found=f"--batch-size {wanted}" if asked else "not room for one",
+            found=f"--batch-size {wanted}" if batch_size else "not room for one",
             fix=fix,
         )
     rows = max(1, min(wanted, _READ_TOKENS[platform] // chunk))
@@ -217,8 +217,8 @@ class GenerationPrograms:
         return jax.jit(program, donate_argnums=1, out_shardings=out).lower(*given).compile()
 
 
-_LATE = 1
-"""Calls that are on the devices while the results of an earlier one are looked at."""
+_CALLS_AHEAD = 1
+"""Calls that are on the devices while the results of an earlier one are collected."""
 
 
 class _Part(NamedTuple):
@@ -232,10 +232,10 @@ class _Part(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call whose results have not been looked at."""
+    """A call whose results have not been collected."""
 
     parts: Sequence[_Part] | None
-    """The pieces of prompts that it reads; None if the call made tokens."""
+    """The pieces of prompts that it reads; None if the call generates tokens."""
     chosen: Choices
     kept: tuple[jax.Array, ...]
     finite: jax.Array
@@ -284,7 +284,7 @@ class Generator(AnswerProducer):
             elif not self._pending:
                 return
             ended: list[Answer] = []
-            while len(self._pending) > (_LATE if taken else 0):
+            while len(self._pending) > (_CALLS_AHEAD if taken else 0):
                 ended += self._collect(self._pending.popleft())
             yield ended
 
@@ -331,7 +331,7 @@ class Generator(AnswerProducer):
         return self._call(self._wait_for(self._programs.reader, "reading prompts"), parts, chunk)
 
     def _step(self) -> _Call:
-        return self._call(self._wait_for(self._programs.stepper, "making tokens"), None)
+        return self._call(self._wait_for(self._programs.stepper, "generating tokens"), None)
 
     def _wait_for(self, program: Future[Any], what: str) -> Any:
         self.progress.start()
@@ -374,9 +374,9 @@ class Generator(AnswerProducer):
         with self.progress.busy("host copy"):
             if call.parts is not None:
                 self._append_first(call.parts, tokens.ravel().tolist(), logprobs.ravel().tolist())
-                self._keep(call.parts, kept)
+                self._copy_rows(call.parts, kept)
                 return []
-            self._keep(self._append_step(tokens.tolist(), logprobs.tolist()), kept)
+            self._copy_rows(self._append_step(tokens.tolist(), logprobs.tolist()), kept)
             return self._free_slots()
 
     def _append_first(self, parts: Sequence[_Part], tokens: list[int], logprobs: list[float]) -> None:
@@ -419,7 +419,7 @@ class Generator(AnswerProducer):
                 ended.append(answer)
         return ended
 
-    def _keep(self, parts: Sequence[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
+    def _copy_rows(self, parts: Sequence[_Part], kept: list[dict[int, npt.NDArray[np.generic]]]) -> None:
         """Copy the rows of the answers, several taps at once: the device reuses the memory that it wrote to."""
         own = [part for part in parts if part.answer.group in self.owned and kept]
 
@@ -431,8 +431,8 @@ class Generator(AnswerProducer):
         for _ in self._copiers.map(copy, range(len(kept))):
             pass
 
-    def _append_token(self, answer: Answer, token: int, logprob: float) -> None:
-        answer.append(token, logprob, self._sampling.stop, self._sampling.max_new)
+    def _append_token(self, answer: Answer, token: int, logprob: float) -> None:  # bench/generation.py overrides it
+        answer.append(token, logprob, self._sampling)
 
 
 def _by_row(array: jax.Array) -> dict[int, npt.NDArray[np.generic]]:
@@ -476,10 +476,10 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
 
 
 def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
-    """Return the longest prompt and the number of prompts, as far as a look at a short stream tells.
+    """Return the longest prompt and the number of prompts; without reading ahead far, the limit and None.
 
-    A pod always gets the longest possible prompt: its hosts must compile the same program, and look at their streams
-    before they have agreed on what is done.
+    A pod always gets the longest possible prompt: its hosts must compile the same program, and they do this before they
+    have agreed on what is done.
     """
     if jax.process_count() > 1:
         return run.spec.data.max_seq_length, run.expected_samples(Ledger())

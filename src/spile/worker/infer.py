@@ -9,7 +9,7 @@ only pass them on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from spile.data.arc.encoders import parse_encoder
 from spile.data.tokens import Tokenizer
 from spile.errors import SpecError
 from spile.models.decoder import head_needed
+from spile.models.generation import Sampling
 from spile.objects import Folder, open_folder
 from spile.spec.positions import ALL, choose_positions
 from spile.spec.run import Capture, ExtractSpec
@@ -72,17 +73,17 @@ class Answer:
     group: int = 0
     """The data-parallel group that computes it."""
     read: int = 0
-    """Prompt tokens that were sent to the devices."""
+    """Tokens of the prompt that were sent to the devices."""
     fed: int = 0
-    """Tokens of the answer whose own step was looked at."""
+    """Tokens of the answer that the model has read as input, as far as the results were collected."""
 
-    def append(self, token: int, logprob: float, stop: Sequence[int], most: int) -> None:
-        """Append a token; the answer ends if it is one of ``stop`` or the last of ``most`` tokens."""
+    def append(self, token: int, logprob: float, sampling: Sampling) -> None:
+        """Append a token; the answer ends if it is a stop token or the last that is allowed."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in stop:
+        if token in sampling.stop:
             self.reason = "stop"
-        elif len(self.tokens) >= most:
+        elif len(self.tokens) >= sampling.max_new:
             self.reason = "length"
 
     def take_rows(self, tap: int) -> npt.NDArray[Any] | None:

@@ -168,7 +168,7 @@ class Sink:
     def commit(self, record: ShardRecord | None, skipped: Sequence[Skip] = (), end: int | None = None) -> None:
         """Commit a shard and skipped samples as one record; do nothing if there is nothing to commit.
 
-        ``end`` is the number of samples of the stream, if only reading it tells.
+        ``end`` is the number of samples of the stream, if it is known only after all of them were read.
         """
         if record is None and not skipped and end is None:
             return
@@ -265,7 +265,7 @@ def run_pipeline(
         limit: Ends the stream once it holds a number of tokens.
 
     Returns:
-        True if the stream was worked off, False if the control stopped it; then everything computed is committed.
+        True if all items are done, False if the control stopped the run; then everything computed is committed.
 
     """
     sizes = replace(sizes, groups=producer.groups)
@@ -316,7 +316,7 @@ class _InFlight(NamedTuple):
     shard: _Shard
     batch: Batch
     rows: Any
-    """What the producer has started, and then what it has fetched."""
+    """What :meth:`Producer.start` returned, and later what :meth:`Producer.fetch` returned."""
     first_row: int
     began: float
 
@@ -398,7 +398,7 @@ class Pipeline:
             self._wait_for_room()  # before the choice: only now is it known which writer is least busy
             # Go on with an open shard rather than wait for the next one to be planned.
             new = more and (self._tasks.ready or not any(open_))
-            writer = min((number for number in range(self._writers) if new or open_[number]), key=self._load)
+            writer = min((number for number in range(self._writers) if new or open_[number]), key=self._unwritten)
             if open_[writer] is None:
                 task = next(tasks, None)
                 more = task is not None
@@ -416,8 +416,8 @@ class Pipeline:
                 break
         self._started.put(None)
 
-    def _load(self, writer: int) -> int:
-        """Return the number of batches on their way to a writer."""
+    def _unwritten(self, writer: int) -> int:
+        """Return the number of batches that were started for a writer and are not written."""
         return self._counts_started[writer] - self._counts_written[writer]
 
     def _wait_for_room(self) -> None:
@@ -453,11 +453,11 @@ class Pipeline:
                     pending = self._producer.start(batch)
             except OutOfDeviceMemory as error:
                 self._credits.release()
-                self._shrink(batch, error)
+                self._halve_batches(batch, error)
                 return self._reopen(shard)
             self._started.put(_InFlight(shard, batch, pending, shard.rows, began))
             self._counts_started[shard.writer] += 1
-            own = self._own(batch)
+            own = self._own_samples(batch)
             shard.rows += sum(sample.rows for sample in own)
             shard.samples += len(own)
             shard.predictions += batch.predictions() if own else []
@@ -470,8 +470,8 @@ class Pipeline:
         return None
 
     def _begin(self, writer: int, task: ShardTask) -> _Shard:
-        waiting = deque(self._fitting(task.batches))
-        samples = [sample for batch in waiting for sample in self._own(batch)]
+        waiting = deque(self._split_to_fit(task.batches))
+        samples = [sample for batch in waiting for sample in self._own_samples(batch)]
         shard = _Shard(task, writer, self._sink.begin(samples) if samples else None, waiting)
         self._unfinished.add(shard)
         return shard
@@ -491,21 +491,21 @@ class Pipeline:
         else:
             self._drop(shard)
 
-    def _own(self, batch: Batch) -> list[Sample]:
+    def _own_samples(self, batch: Batch) -> list[Sample]:
         return [sample for group in self._producer.owned for sample in batch.samples_of(group)]
 
     def _fits(self, batch: Batch) -> bool:
         return self._most_tokens is None or batch.rows == 1 or batch.rows * batch.length <= self._most_tokens
 
-    def _fitting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _split_to_fit(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches, split until each fits on the device."""
         for batch in batches:
             if self._fits(batch):
                 yield batch
             else:
-                yield from self._fitting(half for half in batch.halves() if half.samples)
+                yield from self._split_to_fit(half for half in batch.halves() if half.samples)
 
-    def _shrink(self, batch: Batch, error: OutOfDeviceMemory) -> None:
+    def _halve_batches(self, batch: Batch, error: OutOfDeviceMemory) -> None:
         """Halve the batch size, or give up if a batch has one row."""
         if batch.rows == 1:
             raise OutOfDeviceMemory(
@@ -516,7 +516,7 @@ class Pipeline:
         self._most_tokens = rows * batch.length
         self._progress.log(
             f"device memory ran out at {batch.rows} × {batch.length} tokens: going on with {rows} × {batch.length} "
-            f"(--batch-tokens {self._most_tokens} from the start saves this detour)"
+            f"(--batch-tokens {self._most_tokens} avoids this)"
         )
 
     # -- copy and write -----------------------------------------------------------------------------------------------
@@ -594,7 +594,7 @@ class Pipeline:
             self._progress.add(shards_written=1, bytes=record.size - shard.bytes)
         with self._commit_lock:
             if self._commit_failed:
-                raise ThreadsEnded  # report the first failure: after it the store only says that it is not sure
+                raise ThreadsEnded  # report only the first failure: after it the store does not know its own state
             self._commit_failed = True
             self._sink.commit(record, skipped)
             self._commit_failed = False

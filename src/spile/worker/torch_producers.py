@@ -336,7 +336,6 @@ class _GenerateCallbacks:
         """
         import torch
 
-        sampling = self._generator.sampling
         prompts = not self._answers[0].tokens
         unreported = [(row, each) for row, each in enumerate(self._answers) if each.sample.index not in self.reported]
         for _, answer in unreported:
@@ -346,7 +345,7 @@ class _GenerateCallbacks:
         tokens, logprobs = self._choose_tokens(scores)
         unfinished = [(row, answer) for row, answer in unreported if answer.reason is None]
         for row, answer in unfinished:
-            answer.append(tokens[row], logprobs[row], sampling.stop, sampling.max_new)
+            answer.append(tokens[row], logprobs[row], self._generator.sampling)
         ended = [answer for _, answer in unreported if answer.reason is not None and answer.fed == len(answer.tokens)]
         self.reported |= {answer.sample.index for answer in ended}
         self._generator.progress.add(
