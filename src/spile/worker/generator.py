@@ -476,7 +476,7 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
 
 
 def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
-    """Return the longest prompt and the number of prompts; without reading ahead far, the limit and None.
+    """Return the longest prompt and the number of prompts of a short stream; otherwise the length limit and None.
 
     A pod always gets the longest possible prompt: its hosts must compile the same program, and they do this before they
     have agreed on what is done.
