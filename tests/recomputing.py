@@ -8,7 +8,7 @@ import numpy as np
 
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.recomputation import Recompute, SampleRows
+from spile.store.recomputation import Recompute, RowsBySample
 
 Rows = Callable[[np.ndarray, tuple[str, ...]], Sequence[np.ndarray]]
 """From all tokens of a sample and the names of taps to the rows of each tap, before they are rounded."""
@@ -17,13 +17,13 @@ Rows = Callable[[np.ndarray, tuple[str, ...]], Sequence[np.ndarray]]
 def recompute_with(reference: Rows, fresh: Rows | None = None) -> Recompute:
     """Return a recomputation whose reference rows, and rows in the run's dtype, come from these functions."""
 
-    def rows(function: Rows, sample: Sample, taps: Sequence[TapRows]) -> SampleRows:
+    def rows(function: Rows, sample: Sample, taps: Sequence[TapRows]) -> RowsBySample:
         found = function(sample.tokens, tuple(tap.name for tap in taps))
         return {sample.index: [sample.of_rows(np.asarray(each)) for each in found]}
 
     def recompute(
         samples: Sequence[Sample], taps: Sequence[TapRows], variant: int = 0
-    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+    ) -> Iterator[tuple[RowsBySample, RowsBySample]]:
         for sample in samples:
             yield rows(reference, sample, taps), rows(fresh or reference, sample, taps)
 

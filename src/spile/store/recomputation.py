@@ -13,7 +13,7 @@ Three rules judge a sample at a tap:
 - the gain: the stored rows are not all longer, or all shorter, than the fresh rows in the direction of the reference.
   Noise and the errors of an encoding have no preferred direction, so this finds a wrong factor that is smaller than the
   noise of a row. In float8 the largest numbers of a row count no more than its other ones, because the encoding of a
-  single number can be off by 6 %. A quarter of the rows at either end is left out.
+  single number can be off by 6 %. The quarters of the rows with the lowest and the highest gains are left out.
 
 Noise has a heavy tail: a few rows are twenty times noisier than the median, and not in every computation. Therefore a
 sample that breaks a rule is computed several times more with embeddings that are changed by one rounding error, and a
@@ -57,7 +57,7 @@ _LEAST_GAIN_ROWS = 4
 """A sample of fewer rows is not judged by its gain: a few noisy rows may agree by chance."""
 
 _Array = npt.NDArray[Any]
-SampleRows = Mapping[int, Sequence[_Array]]
+RowsBySample = Mapping[int, Sequence[_Array]]
 """By the index of a sample: its rows, ``[rows, width]``, at each tap."""
 
 
@@ -66,7 +66,7 @@ class Recompute(Protocol):
 
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], variant: int = 0
-    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+    ) -> Iterator[tuple[RowsBySample, RowsBySample]]:
         """Yield, for some samples at a time and in any order, their reference rows and their fresh rows.
 
         ``variant`` 0 is the run's own computation. Each other number changes the embeddings by one rounding error of
@@ -84,22 +84,22 @@ def distances(reference: _Array, fresh: _Array, stored: _Array, kind: TapRows) -
     not in the reference row.
     """
     if kind.dtype == "int32":
-        away = [
-            [np.setdiff1d(a, b).size / max(1, b.size) for a, b in zip(x, reference, strict=True)]
-            for x in (fresh, stored)
-        ]
-        nothing = np.zeros(len(reference))
-        return np.array([nothing + 1, away[0], nothing, away[1], nothing, nothing], np.float32)
-    again = as_stored(fresh, kind.dtype)
-    again = decode(*split(again, kind.dtype)) if kind.scaled else again
-    wide, plain, again, kept = (each.astype(np.float64) for each in (reference, fresh, again, stored))
+        noise, distance = (
+            [np.setdiff1d(ids, right).size / max(1, right.size) for ids, right in zip(rows, reference, strict=True)]
+            for rows in (fresh, stored)
+        )
+        zeros = np.zeros(len(reference))
+        return np.array([zeros + 1, noise, zeros, distance, zeros, zeros], np.float32)
+    encoded = as_stored(fresh, kind.dtype)
+    encoded = decode(*split(encoded, kind.dtype)) if kind.scaled else encoded
+    reference, fresh, encoded, stored = (each.astype(np.float64) for each in (reference, fresh, encoded, stored))
     with np.errstate(invalid="ignore", over="ignore"):
-        norm = np.linalg.norm(wide, axis=1)
-        changes = plain - wide, again - plain, kept - wide
-        weights = _gain_weights(wide, kind.dtype)
-        total = np.maximum((weights * wide).sum(axis=1), 1e-30)
-        along = [norm * (x * weights).sum(axis=1) / total for x in (again - wide, kept - wide)]
-        return np.array([norm, *(np.linalg.norm(change, axis=1) for change in changes), *along], np.float32)
+        norm = np.linalg.norm(reference, axis=1)
+        changes = fresh - reference, encoded - fresh, stored - reference
+        weights = _gain_weights(reference, kind.dtype)
+        total = np.maximum((weights * reference).sum(axis=1), 1e-30)
+        gains = [norm * (rows * weights).sum(axis=1) / total for rows in (encoded - reference, stored - reference)]
+        return np.array([norm, *(np.linalg.norm(change, axis=1) for change in changes), *gains], np.float32)
 
 
 def _gain_weights(reference: _Array, dtype: str) -> _Array:
@@ -129,7 +129,7 @@ class _Measured:
     """``[taps, rows]``: how much longer the rows of the first computation are than those of the reference."""
     gain: npt.NDArray[np.float64]
     """``[taps]``: how much longer the stored rows are than those of the first computation (:func:`_common_change`)."""
-    middle: npt.NDArray[np.float64]
+    median: npt.NDArray[np.float64]
     """``[taps]``: the largest median distance of any computation so far, with the error of the encoding."""
     drift: npt.NDArray[np.float64]
     """``[taps]``: how much longer or shorter the rows of any other computation are than those of the first."""
@@ -139,19 +139,27 @@ class _Measured:
     @classmethod
     def measured(cls, stream: Stream, sample: Sample, values: _Array, least: _Array) -> _Measured:
         """Return what the first computation measured: ``[taps, 6, rows]`` as :func:`distances` returns it."""
-        noise, encoding, stored, along, gain = np.moveaxis(_relative(values, least), 1, 0)
-        middle, change = _median(np.hypot(noise, encoding)), gain - along
-        drift = np.zeros(len(middle))
+        noise, encoding, stored, fresh_gain, stored_gain = np.moveaxis(_relative(values, least), 1, 0)
+        change = stored_gain - fresh_gain
         return cls(
-            stream, sample, noise, encoding, stored, along, _common_change(change), middle, drift, _spread(change)
+            stream,
+            sample,
+            noise,
+            encoding,
+            stored,
+            fresh_gain,
+            gain=_common_change(change),
+            median=_median(np.hypot(noise, encoding)),
+            drift=np.zeros(len(change)),
+            spread=_spread(change),
         )
 
     def add(self, values: _Array, least: _Array) -> None:
         """Add the noise of another computation."""
-        noise, encoding, _, along, _ = np.moveaxis(_relative(values, least), 1, 0)
+        noise, encoding, _, fresh_gain, _ = np.moveaxis(_relative(values, least), 1, 0)
         self.noise = np.fmax(self.noise, noise)
-        self.middle = np.fmax(self.middle, _median(np.hypot(noise, encoding)))
-        change = along - self.fresh_gain
+        self.median = np.fmax(self.median, _median(np.hypot(noise, encoding)))
+        change = fresh_gain - self.fresh_gain
         self.drift = np.fmax(self.drift, np.abs(_common_change(change)))
         self.spread = np.fmax(self.spread, _spread(change))
 
@@ -176,7 +184,7 @@ def _spread(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _common_change(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return, for ``[taps, rows]``, the change nearest 0 that all rows have in the same direction, or 0.
 
-    A quarter of the rows at either end is left out, and none of fewer than eight.
+    Of eight or more rows, the quarters with the lowest and the highest changes are left out.
     """
     count = changes.shape[1]
     if not count:
@@ -255,7 +263,7 @@ class _Judge:
         self.typical = self.floor
 
     def measure(self, chosen: Sequence[_Chosen], recompute: Recompute) -> None:
-        """Measure all samples once, and those that break a rule ``VARIANTS`` times more."""
+        """Measure all samples once, and those that break a rule up to ``VARIANTS`` times more."""
         damaged: dict[int, Failure] = {}
 
         def read(number: int) -> Sequence[_Array]:
@@ -265,7 +273,7 @@ class _Judge:
                 damaged[number] = error
                 return [np.zeros((chosen[number].sample.rows, kind.width), np.float32) for kind in self.kinds]
 
-        def measure(reference: SampleRows, fresh: SampleRows, number: int) -> tuple[int, _Array]:
+        def measure(reference: RowsBySample, fresh: RowsBySample, number: int) -> tuple[int, _Array]:
             rows = zip(reference[number], fresh[number], read(number), self.kinds, strict=True)
             return number, np.stack([distances(*each) for each in rows])
 
@@ -299,7 +307,7 @@ class _Judge:
 
     def _sample_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         factor = max(SAMPLE, 1 + (ROW - 1) / max(1, each.rows))
-        return np.asarray(factor * np.fmax(self.floor[:, 0], each.middle))
+        return np.asarray(factor * np.fmax(self.floor[:, 0], each.median))
 
     def _gain_limits(self, each: _Measured) -> npt.NDArray[np.float64]:
         deviation = each.spread / max(1, each.rows) ** 0.5
@@ -322,23 +330,23 @@ class _Judge:
         return found
 
     def _describe_error(self, each: _Measured, tap: int) -> str:
-        own, limits = each.stored[tap], self._row_limits(each)[tap]
-        middle, limit = _median(each.stored)[tap], self._sample_limits(each)[tap]
+        stored, limits = each.stored[tap], self._row_limits(each)[tap]
+        median, limit = _median(each.stored)[tap], self._sample_limits(each)[tap]
         fresh = f"a new {self.dtype} computation"
-        bad = np.flatnonzero(~(own <= limits))
+        bad = np.flatnonzero(~(stored <= limits))
         if len(bad):
-            worst = bad[np.argmax(np.nan_to_num(own[bad] / limits[bad], nan=np.inf))]
+            worst = bad[np.argmax(np.nan_to_num(stored[bad] / limits[bad], nan=np.inf))]
             at = int(worst) if each.sample.positions is None else int(each.sample.positions[worst])
             more = f" and {len(bad) - 1} more rows" if len(bad) > 1 else ""
             return (
-                f"the row of token {at}{more} is {_percent(own[worst])} of its norm away from the float32 reference; "
-                f"{fresh} is {_percent(np.hypot(each.noise, each.encoding)[tap, worst])} away, "
+                f"the row of token {at}{more} is {_percent(stored[worst])} of its norm away from the float32 "
+                f"reference; {fresh} is {_percent(np.hypot(each.noise, each.encoding)[tap, worst])} away, "
                 f"and noise explains up to {_percent(limits[worst])}"
             )
-        if not middle <= limit:
+        if not median <= limit:
             return (
-                f"its rows are {_percent(middle)} (median) of their norm away from the float32 reference; {fresh} is "
-                f"{_percent(each.middle[tap])} away, and noise explains up to {_percent(limit)}"
+                f"its rows are {_percent(median)} (median) of their norm away from the float32 reference; {fresh} is "
+                f"{_percent(each.median[tap])} away, and noise explains up to {_percent(limit)}"
             )
         change = f"{_percent(abs(each.gain[tap]))} {'longer' if each.gain[tap] > 0 else 'shorter'}"
         limit = _percent(self._gain_limits(each)[tap])
@@ -351,24 +359,26 @@ class _Judge:
         fresh = np.concatenate([np.hypot(each.noise, each.encoding) for each in samples], axis=1)
         stored = np.concatenate([each.stored for each in samples], axis=1)
         limits = np.concatenate([self._row_limits(each) for each in samples], axis=1)
-        whole = np.stack([self._sample_limits(each) for each in samples])
-        gains = np.stack([self._gain_limits(each) for each in samples])
+        sample_limits = np.stack([self._sample_limits(each) for each in samples])
+        gain_limits = np.stack([self._gain_limits(each) for each in samples])
         shares = [
             (stored / limits).max(axis=1, initial=0.0),
-            (np.stack([_median(each.stored) for each in samples]) / whole).max(axis=0),
-            (np.stack([np.abs(each.gain) * (each.rows >= _LEAST_GAIN_ROWS) for each in samples]) / gains).max(axis=0),
+            (np.stack([_median(each.stored) for each in samples]) / sample_limits).max(axis=0),
+            (np.stack([np.abs(each.gain) * (each.rows >= _LEAST_GAIN_ROWS) for each in samples]) / gain_limits).max(
+                axis=0
+            ),
         ]
-        middle, stored_middle, row_limits = _median(fresh), _median(stored), _median(limits)
+        fresh_median, stored_median, row_limits = _median(fresh), _median(stored), _median(limits)
         return [
             TapNoise(
                 tap=kind.name,
                 rows=fresh.shape[1],
-                fresh=float(middle[tap]),
-                stored=float(stored_middle[tap]),
+                fresh=float(fresh_median[tap]),
+                stored=float(stored_median[tap]),
                 worst=float(np.max([share[tap] for share in shares])),
                 row_limit=float(row_limits[tap]),
-                sample_limit=float(np.median(whole[:, tap])),
-                gain_limit=float(np.median(gains[:, tap])),
+                sample_limit=float(np.median(sample_limits[:, tap])),
+                gain_limit=float(np.median(gain_limits[:, tap])),
                 unjudged=int(np.count_nonzero(limits[tap] >= 1.0)),
             )
             for tap, kind in enumerate(self.kinds)

@@ -120,14 +120,7 @@ def default_shape(
 ) -> tuple[int, int]:
     """Return a data-parallel mesh if the weights leave room on a device; otherwise add model parallelism.
 
-    Args:
-        config: The model.
-        devices: The number of devices.
-        itemsize: Bytes per weight.
-        memory: The memory of a device in bytes; None means unknown and is taken for enough.
-        n_layers: The number of layers to load; None means all.
-        head: Whether the LM head is loaded.
-
+    ``memory`` is that of a device; None means unknown, and that it is enough. ``n_layers`` are loaded; None means all.
     """
     if memory is None:
         return devices, 1

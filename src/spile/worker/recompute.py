@@ -22,7 +22,7 @@ from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL, MEAN
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows
-from spile.store.recomputation import Recompute, SampleRows
+from spile.store.recomputation import Recompute, RowsBySample
 from spile.store.run import read_run
 from spile.worker.batches import Batch, Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_steering
@@ -72,7 +72,7 @@ class Recomputer:
 
     def __call__(
         self, samples: Sequence[Sample], taps: Sequence[TapRows], variant: int = 0
-    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+    ) -> Iterator[tuple[RowsBySample, RowsBySample]]:
         """Yield the rows of each batch, as :class:`spile.store.recomputation.Recompute` describes."""
         if not samples:
             return
@@ -80,8 +80,10 @@ class Recomputer:
         self._plan = self._plan_one_shape(samples, taps)
         yield from iterate_ahead(self._compute(samples, self._plan, variant), 1)
 
-    def _compute(self, samples: Sequence[Sample], plan: Sizes, variant: int) -> Iterator[tuple[SampleRows, SampleRows]]:
-        def rows(producer: Any, batch: Batch) -> SampleRows:
+    def _compute(
+        self, samples: Sequence[Sample], plan: Sizes, variant: int
+    ) -> Iterator[tuple[RowsBySample, RowsBySample]]:
+        def rows(producer: Any, batch: Batch) -> RowsBySample:
             return rows_by_sample(batch, producer.fetch(producer.start(batch)))
 
         same = self.fresh_producer is self.reference_producer and not variant

@@ -15,7 +15,7 @@ import pytest
 from spile.models.model_files import find
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.recomputation import VARIANTS, SampleRows, _Judge
+from spile.store.recomputation import VARIANTS, RowsBySample, _Judge
 from spile.store.shard import as_stored, decode, split
 from spile.worker.recompute import Recomputer
 from unit.models.toy_models import copy_model, edit_tensors, tensors
@@ -80,7 +80,7 @@ def wrong(computed: Computed, dtype: str, stored: Callable[[int], Rows]) -> set[
 
     def recompute(
         samples: Sequence[Sample], _taps: Sequence[TapRows], variant: int = 0
-    ) -> Iterator[tuple[SampleRows, SampleRows]]:
+    ) -> Iterator[tuple[RowsBySample, RowsBySample]]:
         for index in (sample.index for sample in samples):
             yield {index: computed.reference[index]}, {index: computed.fresh[variant][index]}
 

@@ -29,7 +29,7 @@ from spile.store.stream import StreamStore
 from spile.worker.pipeline import Sink
 from spile.worker.pod.coordination import Coordination, Service
 from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import Line, answer_roll_call, hold_roll_call
+from spile.worker.pod.rollcall import Log, answer_roll_call, hold_roll_call
 from spile.worker.producer import Control, Decision
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ _RESUME = "this process ends too, and the same command on all hosts resumes"
 
 
 def _lost_host_code() -> int:
-    """Return the exit code if another host is gone. Kubernetes sets one of its own, to tell it from an error."""
+    """Return the exit code if another host is gone. Kubernetes jobs set one that differs from that of an error."""
     return int(os.environ.get("LOST_HOST_EXIT_CODE", "1"))
 
 
@@ -113,7 +113,7 @@ class PodWatch:
         self._last_answer = time.monotonic()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("spile-beat", self._send_heartbeats), ("spile-watch", self._watch_service))
+            for name, work in (("spile-heartbeat", self._send_heartbeats), ("spile-watch", self._watch_service))
         ]
         for thread in self._threads:
             thread.start()
@@ -426,10 +426,10 @@ def _is_device_error(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def join(identity: Identity, times: PodTimes | None = None, log: Line = lambda _: None) -> Iterator[WorkerGroup]:
+def join(identity: Identity, times: PodTimes | None = None, log: Log = lambda _: None) -> Iterator[WorkerGroup]:
     """Join the pod, and leave it at the end. An error inside the context ends the whole pod with its line.
 
-    No device may be used before. A single process is a pod of its own.
+    No device may be used before. A single process joins nothing.
     """
     if identity.count == 1:
         yield WorkerGroup()
@@ -442,7 +442,7 @@ def join(identity: Identity, times: PodTimes | None = None, log: Line = lambda _
     pod.leave()
 
 
-def _join(identity: Identity, times: PodTimes, log: Line) -> Pod:
+def _join(identity: Identity, times: PodTimes, log: Log) -> Pod:
     service: Service | None = None
     waiting = f"⏳ Waiting at '{BARRIERS[0]}' barrier..."
 
@@ -479,7 +479,7 @@ _TOLERANCE = 0.02
 """More than the rounding of bfloat16; a wrong collective differs by far more."""
 
 
-def log_devices(hosts: WorkerGroup, log: Line) -> None:
+def log_devices(hosts: WorkerGroup, log: Log) -> None:
     import jax
 
     local, every = jax.local_devices(), jax.device_count()
@@ -487,7 +487,7 @@ def log_devices(hosts: WorkerGroup, log: Line) -> None:
     log(f"✓ {hosts.name or 'This process'} sees {len(local)} of {every} devices: {local[0].device_kind}, ids {ids}")
 
 
-def check_pod(hosts: WorkerGroup, log: Line) -> None:
+def check_pod(hosts: WorkerGroup, log: Log) -> None:
     """Check barriers, devices, and a forward pass over all devices against one on this host."""
     if not hosts.name:
         log("One host: nothing between hosts is tested. On every host: spile run --tpu-prefix NAME -- spile pod check")
@@ -500,7 +500,7 @@ def check_pod(hosts: WorkerGroup, log: Line) -> None:
     log(f"✓ {hosts.name or 'This process'}: all checks passed")
 
 
-def _check_forward(hosts: WorkerGroup, log: Line) -> None:
+def _check_forward(hosts: WorkerGroup, log: Log) -> None:
     """Compare the embedded model on the whole mesh with the same model on one device."""
     import jax
     import numpy as np

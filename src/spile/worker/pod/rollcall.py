@@ -29,7 +29,7 @@ _CALL_SECONDS = 60.0
 """The time of a caller for its first message. The others also wait this much longer than worker 0, whose own clock
 decides which process is missing."""
 
-Line = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Peer:
@@ -53,7 +53,7 @@ class Peer:
                 raise EOFError("connection closed")
             return dict(json.loads(line))
 
-    def left(self) -> bool:
+    def is_gone(self) -> bool:
         """Return whether a process that waits for an answer, and therefore sends nothing, is gone."""
         try:
             self._connection.settimeout(0)
@@ -82,7 +82,7 @@ class RollCall:
         self._closed = threading.Event()
 
     @contextlib.contextmanager
-    def guarded(self, end: Line, timeout: float) -> Iterator[None]:
+    def guarded(self, end: Log, timeout: float) -> Iterator[None]:
         """Call ``end`` with a line if another process fails while this one connects inside the context."""
         threads = [
             threading.Thread(target=self._watch, args=(number, peer, end, timeout), daemon=True)
@@ -101,7 +101,7 @@ class RollCall:
         finally:
             self.close()
 
-    def _watch(self, number: int, peer: Peer, end: Line, timeout: float) -> None:
+    def _watch(self, number: int, peer: Peer, end: Log, timeout: float) -> None:
         """Wait until a process reports that it is connected, or worker 0 that all are."""
         problem = f"{self.identity.host(number)} died between the roll call and JAX's start"
         try:
@@ -163,7 +163,7 @@ class Callers:
             )
         if not 0 < process < count:
             return f"two workers have one number: {own} and {caller}; each needs its own --process-id"
-        if process in self.present and not self.present[process].left():
+        if process in self.present and not self.present[process].is_gone():
             return (
                 f"two workers have one number: worker {process} on {self.present[process].name} and on {name}; "
                 "each needs its own --process-id, and an earlier launch must have ended"
@@ -179,7 +179,7 @@ class Callers:
             return [
                 number
                 for number in range(1, self.identity.count)
-                if number not in self.present or self.present[number].left()
+                if number not in self.present or self.present[number].is_gone()
             ]
 
     def error(self, timeout: float) -> str:
@@ -196,7 +196,7 @@ class Callers:
 
 
 def hold_roll_call(
-    identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Line = lambda _: None
+    identity: Identity, serve: Callable[[], str], *, timeout: float, ready: Log = lambda _: None
 ) -> RollCall:
     """Run the roll call on worker 0: wait for all processes, then start the service and send its address."""
     callers, until, peers = Callers(identity), time.monotonic() + timeout, list[Peer]()
