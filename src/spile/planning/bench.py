@@ -112,8 +112,8 @@ def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: 
         producer = make_device_producer(run, progress, run.samples.read(Ranges()))
         samples = _repeat_samples(run, tokens)
         planned = list(batches(samples, replace(run.sizes, groups=producer.groups)))
-        some = planned[:: max(1, len(planned) // _LIMIT_BATCHES)]
-        limits = _measure_limits(producer, some, Path(folder), run.sizes.writers, limit_bytes)
+        spread = planned[:: max(1, len(planned) // _LIMIT_BATCHES)]
+        limits = _measure_limits(producer, spread, Path(folder), run.sizes.writers, limit_bytes)
         _warm_up(producer, planned, run.sizes.in_flight or 1)
         compiled, steady = progress.snapshot(), _run_compiled(run, producer, samples)
         loop_rate = _transformers_rate(run, Path(folder)) if compare else None
@@ -218,8 +218,10 @@ def _repeat_samples(run: ResolvedRun, tokens: int) -> list[Sample]:
     return many
 
 
-def _measure_limits(producer: DeviceProducer, some: Sequence[Batch], folder: Path, writers: int, size: int) -> Limits:
-    forward_tokens, forward_flops = bare_forward(producer, some)
+def _measure_limits(
+    producer: DeviceProducer, batches: Sequence[Batch], folder: Path, writers: int, size: int
+) -> Limits:
+    forward_tokens, forward_flops = bare_forward(producer, batches)
     return Limits(
         matmul_flops=matmul(_MATRIX_SIZE[jax.default_backend()], producer.dtype),
         forward_flops=forward_flops,

@@ -199,18 +199,18 @@ def estimate(
     return Estimate(volume, machine, workers, limits, storage, rates.start_seconds / _HOUR)
 
 
-def refuse_over_budget(found: Estimate, budget: float, *, preemptible: bool) -> None:
+def refuse_over_budget(estimated: Estimate, budget: float, *, preemptible: bool) -> None:
     """Refuse a run that costs more than ``--budget``; the error says what would fit."""
-    cost = found.dollars.preemptible if preemptible else found.dollars.on_demand
+    cost = estimated.dollars.preemptible if preemptible else estimated.dollars.on_demand
     if cost <= budget:
         return
     kind = "preemptible" if preemptible else "on demand"
-    start = found.start_hours * found.workers * (cost / found.machine_hours)
-    samples = math.floor(found.volume.samples * max(0.0, budget - start) / max(cost - start, 1e-9))
-    cheaper = "" if preemptible or found.dollars.preemptible > budget else "--preemptible would fit, or "
+    start = estimated.start_hours * estimated.workers * (cost / estimated.machine_hours)
+    samples = math.floor(estimated.volume.samples * max(0.0, budget - start) / max(cost - start, 1e-9))
+    cheaper = "" if preemptible or estimated.dollars.preemptible > budget else "--preemptible would fit, or "
     fewer = f"--max-samples {samples} would fit" if samples else "not one sample would fit"
     raise SpecError(
-        f"over budget on {found.workers} × {found.machine.name} {kind}",
+        f"over budget on {estimated.workers} × {estimated.machine.name} {kind}",
         expected=f"at most ${budget:,.2f}",
         found=f"${cost:,.2f}",
         fix=cheaper + fewer,

@@ -82,7 +82,7 @@ def available() -> bool:
 
 
 def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterator[Fit]:
-    """Compile for ``rows`` sequences per device; then, if asked, for others until the largest that fits is known."""
+    """Compile for ``rows`` sequences per device; then search for the largest number that fits, if it is wanted."""
     if not available():
         raise SpecError("the TPU compiler", expected="libtpu", found="none", fix="run: pip install 'spile[tpu]'")
     if find_largest:
@@ -92,7 +92,7 @@ def search(program: Program, rows: int, *, find_largest: bool = True) -> Iterato
 
 
 def _bisect(compile_for: Callable[[int], Fit], rows: int) -> Iterator[Fit]:
-    """Search between a batch that fits and one that does not, starting from how much memory was left."""
+    """Search between a batch that fits and one that does not. The first guess is derived from the unused memory."""
     low: Fit | None = None
     too_many: int | None = None
     for _ in range(_MOST_COMPILATIONS):

@@ -49,7 +49,7 @@ FLOOR = {"float32": 2.0**-16, "float16": 2.0**-12, "bfloat16": 2.0**-9}
 """The least noise that is assumed for a compute dtype: 256 units in the last place of float32, which is what other
 devices and batch shapes differ by, and half a unit of the 16-bit dtypes."""
 _IDS_FLOOR = 1 / 6
-"""The least noise of a tap of ids, as a share of them. Near ties change places, so only whole samples are judged."""
+"""The least noise of a tap of ids, as a share of them: ids of almost equal logits change places."""
 _NARROW_WIDTH = 8
 """A narrower row, such as a loss, may be almost 0, so its distance is relative to the tap's median norm."""
 
@@ -214,9 +214,9 @@ def compare(
     chosen, problems = _choose(streams, k, seed)
     taps: dict[str, list[TapNoise]] = {}
     for names in dict.fromkeys(each.stream.taps for each in chosen):
-        some = [each for each in chosen if each.stream.taps == names]
-        judge = _Judge(some[0].stream.kinds(run), run.dtype)
-        judge.measure(some, recompute)
+        alike = [each for each in chosen if each.stream.taps == names]
+        judge = _Judge(alike[0].stream.kinds(run), run.dtype)
+        judge.measure(alike, recompute)
         problems += judge.problems
         for noise in judge.report():
             taps.setdefault(noise.tap, []).append(noise)
@@ -292,8 +292,8 @@ class _Judge:
                 self.problems.append(Problem("damaged", each.stream.folder.url, str(damaged[number])))
                 continue
             self.samples[number] = _Measured.measured(each.stream, each.sample, found[number], least)
-        every = [each.noise for each in self.samples.values()]
-        self.typical = np.fmax(self.floor, _median(np.concatenate(every, axis=1))[:, None]) if every else self.floor
+        noise = [each.noise for each in self.samples.values()]
+        self.typical = np.fmax(self.floor, _median(np.concatenate(noise, axis=1))[:, None]) if noise else self.floor
         for variant in range(1, VARIANTS + 1):
             again = [number for number, each in self.samples.items() if self._broken_taps(each).any()]
             if not again:

@@ -120,7 +120,7 @@ class Activations(Sequence[TappedSample]):
     @overload
     def __getitem__(self, which: slice) -> Activations: ...
     def __getitem__(self, which: int | str | slice) -> TappedSample | Activations:
-        """Return the sample at a place, or with a task id; or some of them."""
+        """Return the sample with this number or task id, or a slice of the samples."""
         if isinstance(which, slice):
             return Activations(self._samples[which], self.taps, ())
         if isinstance(which, str):

@@ -307,8 +307,8 @@ class TorchGenerator(AnswerProducer):
                 ) from error
             half = len(samples) // 2
             self.progress.log(f"device memory ran out with {len(samples)} answers at a time: going on with {half}")
-            left = [sample for sample in samples if sample.index not in callbacks.reported]
-            for part in filter(None, (left[:half], left[half:])):
+            unanswered = [sample for sample in samples if sample.index not in callbacks.reported]
+            for part in filter(None, (unanswered[:half], unanswered[half:])):
                 self._answer(hooks, part, report)
 
 

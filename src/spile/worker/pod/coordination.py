@@ -72,7 +72,7 @@ class Service:
             raise PodError(f"the coordination service could not start on {host}", fix="see the lines above")
 
     def stop(self) -> None:
-        """End the service: all processes have left."""
+        """End the service, after all processes have left."""
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self.process.communicate("stop\n", timeout=5.0)
 

@@ -9,7 +9,6 @@ the watch ends the whole process with one line.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from spile.errors import PodError, SpecError, SpileError
@@ -44,11 +43,11 @@ class WorkerGroup:
     """The name of this process, ``worker 3 of 16``; empty for a single process."""
 
     def begin_run(self) -> WorkerGroup:
-        """Begin one more run together; every process makes the same runs in the same order."""
+        """Return the group for the next run. Every process makes the same runs in the same order."""
         return self
 
     def agree(self, name: str, value: T | None = None) -> T:  # noqa: ARG002
-        """Return the first process's value, converted to JSON and back, on every process; ignore those of others."""
+        """Return the value of the first process, as JSON preserves it, on every process; ignore all other values."""
         agreed: T = json.loads(json.dumps(value))
         return agreed
 
@@ -69,16 +68,17 @@ class WorkerGroup:
 
 def check_same_command(hosts: WorkerGroup, spec: ExtractSpec) -> None:
     """Refuse a command that differs from the one of process 0, and name what differs."""
-    named = dataclasses.replace(spec, data=dataclasses.replace(spec.data, rows=None))  # rows are compared by their hash
-    mine = json.loads(json.dumps(dataclasses.asdict(named)))
-    theirs: dict[str, object] = hosts.agree("command", mine)
-    differing = sorted(name for name in mine if mine[name] != theirs.get(name))
+    # The rows are compared by their hash.
+    without_rows = replace(spec, data=replace(spec.data, rows=None))
+    own_command = json.loads(json.dumps(asdict(without_rows)))
+    first_command: dict[str, object] = hosts.agree("command", own_command)
+    differing = sorted(name for name in own_command if own_command[name] != first_command.get(name))
     if differing:
         name = differing[0]
         raise SpecError(
             f"{hosts.name} was started with a different command than worker 0: {', '.join(differing)}",
-            expected=theirs.get(name),
-            found=mine[name],
+            expected=first_command.get(name),
+            found=own_command[name],
             fix="run the same command on every host",
         )
 
@@ -204,8 +204,8 @@ class PodControl(Control):
     def decide(self) -> Decision:
         """Return the decision about the next step. Every host calls this once before each step."""
         self._number += 1
-        mine = self._local.decide()
-        return self._decide_for_all(mine) if self._pod.identity.first else self._ask_for_decision(mine)
+        local = self._local.decide()
+        return self._decide_for_all(local) if self._pod.identity.first else self._ask_for_decision(local)
 
     def stopping(self) -> bool:
         """Return whether a signal arrived here or, as far as is known, on another host."""
@@ -219,10 +219,10 @@ class PodControl(Control):
     def committed(self) -> None:
         self._local.committed()
 
-    def _decide_for_all(self, mine: Decision) -> Decision:
+    def _decide_for_all(self, local: Decision) -> Decision:
         if late := self._pod.wait_while(self._behind, self._pod.times.barrier):
             raise self._pod.late_error(late, f"come to batch {self._number - _MOST_AHEAD}")
-        decision: Decision = "stop" if self._stop_requested() else mine
+        decision: Decision = "stop" if self._stop_requested() else local
         self._pod.coordination.put(f"decision/{self._number}", decision)
         if self._number > _DECISIONS_KEPT:
             self._pod.coordination.delete(f"decision/{self._number - _DECISIONS_KEPT}")
@@ -240,8 +240,8 @@ class PodControl(Control):
     def _stop_requested(self) -> bool:
         return any("stop" in words for words in self._asked.values())
 
-    def _ask_for_decision(self, mine: Decision) -> Decision:
-        request = " stop" if mine == "stop" else ""
+    def _ask_for_decision(self, local: Decision) -> Decision:
+        request = " stop" if local == "stop" else ""
         self._pod.coordination.put(f"asked/{self._pod.identity.process}", f"{self._number}{request}")
         return cast(Decision, self._pod.wait_for(f"decision/{self._number}", 0, f"decide about batch {self._number}"))
 
@@ -482,9 +482,9 @@ _TOLERANCE = 0.02
 def log_devices(hosts: WorkerGroup, log: Log) -> None:
     import jax
 
-    local, every = jax.local_devices(), jax.device_count()
+    local, count = jax.local_devices(), jax.device_count()
     ids = ", ".join(str(device.id) for device in local)
-    log(f"✓ {hosts.name or 'This process'} sees {len(local)} of {every} devices: {local[0].device_kind}, ids {ids}")
+    log(f"✓ {hosts.name or 'This process'} sees {len(local)} of {count} devices: {local[0].device_kind}, ids {ids}")
 
 
 def check_pod(hosts: WorkerGroup, log: Log) -> None:
