@@ -118,7 +118,7 @@ class ChatTemplate:
         return None if tokenizer.template is None else cls(tokenizer.template, tokenizer.named)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Render a chat as the model reads it; a chat that ends with a user's turn gets the header of the answer."""
+        """Render a chat as the model reads it; a chat that ends with a user's message gets the header of the answer."""
         answer = messages[-1].get("role") != "assistant"
         text = self._render(messages, answer)
         return Rendered(text, self._spans(messages, answer, text))

@@ -183,7 +183,7 @@ def usable_rows(
     """Yield the usable rows. All must be of the first row's kind: tasks, chats or texts.
 
     ``keep_rejected``: also yield a line for each rejected row, so that a run over it records the row as skipped.
-    ``progress`` gets the tally now and then, and at the end.
+    ``progress`` is called with the tally every few hundred rows, and at the end.
     """
     kind: Kind | None = "arc" if arc_only else None
     for row in RowRange(None, selection.start_index, selection.end_index).rows(source):

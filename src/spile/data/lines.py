@@ -121,7 +121,7 @@ class LineSource:
                 while chunk := file.read(_CHUNK):
                     now = os.fstat(file.fileno())
                     if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                        raise changed_data(self.location)  # a line could be half of the old content and half of the new
+                        raise changed_data(self.location)  # a line could mix old and new content
                     yield chunk
         except OSError as error:
             raise StoreError(f"{self.location} cannot be read", found=error.strerror or str(error)) from error

@@ -52,7 +52,7 @@ def parse_row(raw: bytes, place: str) -> dict[str, Any]:
 
 
 def rejected_line(reason: str) -> bytes:
-    """Return the line that stands for a row that could not be read, so that readers count and report it."""
+    """Return the line that replaces a row that could not be read, so that readers count and report it."""
     return orjson.dumps(_REJECTED + reason)
 
 

@@ -397,7 +397,7 @@ def _source_of(spec: DataSpec) -> RowSource:
 
 
 def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> LineSource:
-    """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it began with."""
+    """Open the data of a stream as lines. A run that is continued reads the commit of the hub that it started with."""
     source, part = _source_of(spec), RowRange.parse(spec.split)
     stream, streams = (0, 1) if spec.of_streams is None else (spec.worker_id, spec.of_streams)
     if isinstance(source, Jsonl) and (spec.split is not None or spec.config_name is not None):
@@ -419,14 +419,14 @@ def open_input(spec: DataSpec, stored: StreamIdentity | None = None) -> LineSour
 
 
 def _at_commit(source: Hub, asked: str | None, stored: StreamIdentity | None) -> Hub:
-    """Return the dataset at the commit that the run began with, or at the one that is asked for."""
+    """Return the dataset at the commit that the run started with; for a new run, at the requested one."""
     if stored is None:
         return source.pinned(asked)
     if asked is not None and asked != stored.revision:
         found = source.pinned(asked).revision
         if found != stored.revision:
             raise RunMismatch(
-                f"the run began with another commit of {source.name}",
+                f"the run started with another commit of {source.name}",
                 expected=f"--dataset-revision {stored.revision}",
                 found=f"{asked}, which is {found}" if asked != found else found,
                 fix="leave out --dataset-revision, or use another --output",
@@ -435,7 +435,7 @@ def _at_commit(source: Hub, asked: str | None, stored: StreamIdentity | None) ->
 
 
 def estimate_rows(spec: DataSpec) -> int | None:
-    """Return about how many rows the data has, from its size and its beginning; None if nothing tells it."""
+    """Return about how many rows the data has, from its size and its beginning, or None if that is unknown."""
     part, total = RowRange.parse(spec.split), _source_of(spec).count()
     if part.stop is not None:
         total = part.stop if total is None else min(total, part.stop)

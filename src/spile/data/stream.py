@@ -33,7 +33,7 @@ HEAD_BYTES, HEAD_ROWS = 16 << 20, 50_000
 """Bytes and rows that are read and checked before a run. A dataset that is not larger is read as a whole."""
 MAX_INDEX = 1 << 53
 """Larger than the number of any sample."""
-_ONE_HOST = "continue the run on one host, or begin it again with another --output"
+_ONE_HOST = "continue the run on one host, or start it again with another --output"
 _PREVIEW = 96
 _MAX_REASON = 300
 
@@ -45,14 +45,14 @@ class SampleReader:
         self, chunks: Iterator[list[Sample | Skip] | int], total: int | None, parts: Sequence[Part] = ()
     ) -> None:
         self._total, self._end, self.parts = total, list[int](), parts
-        """``parts``: the rows of a streamed dataset that were read so far. It grows while the pass goes on."""
+        """``parts``: the rows of a streamed dataset that were read so far. It grows during the pass."""
         self._items = _read_ahead(chunks, self._end)
         self._seen: deque[Sample | Skip | SpileError] = deque()
         """Items that were peeked at and not yet returned."""
 
     @property
     def total(self) -> int | None:
-        """The number of samples of the stream; None until this pass has ended if only reading it tells."""
+        """The number of samples of the stream; None until the end of this pass if it is not known before."""
         return self._end[0] if self._end else self._total
 
     def __iter__(self) -> Iterator[Sample | Skip]:
@@ -138,7 +138,7 @@ class SampleStream:
     ) -> tuple[str, Sequence[Part]]:
         """Return the id of a sample without tokenizing it, and the rows that were read to find it.
 
-        The id is the number of the sample if only the tokens would tell it.
+        Packed sequences are named by their tokens, so the id of one is made from its number.
         """
         others = Ranges([(0, index), (index + 1, MAX_INDEX)])
         reader = self._open_reader(partial(self._needed, others), parts, end)
@@ -252,7 +252,7 @@ def open_stream(
         spec: The data.
         tokenizer: The tokenizer of the model.
         vocabulary: The size of the model's vocabulary, to check rows of token ids.
-        stored: The identity of the stream in the output, if a run began it. It says how much was read before that run.
+        stored: The identity of the stream in the output, if it exists. It states how much was read before that run.
         read_all: True reads the whole dataset in any case, False only its first rows; None decides by the size.
         pod: Whether several hosts read it. They compare its hash, so a dataset that can change is read as a whole.
 

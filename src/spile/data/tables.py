@@ -210,7 +210,7 @@ class Hub(RowSource):
     def pinned(self, revision: str | None = None) -> Hub:
         """Return the dataset at the commit of a branch or tag, by default at the newest one.
 
-        A local folder has none. If the hub does not tell it and no ``revision`` is asked for, it stays open.
+        A local folder has no commits. If the hub does not return one and no ``revision`` is requested, none is set.
         """
         if self.folder is not None or find_spec("datasets") is None:
             return self
@@ -221,7 +221,7 @@ class Hub(RowSource):
         except SpileError as error:
             if isinstance(error.__cause__, RequestFailure) or revision is not None:
                 raise
-            return self  # the cache may have it; otherwise reading it fails with an error that says more
+            return self  # it may be in the cache; otherwise reading it fails with a more specific error
 
     @property
     def origin(self) -> dict[str, object]:
@@ -264,7 +264,7 @@ class Hub(RowSource):
             return int(parquet.read_metadata(content).num_rows * sum(sizes) / sizes[0])
 
     def _retry(self, call: Callable[[], Result]) -> Result:
-        """Call the hub, again and again while it is unavailable."""
+        """Call the hub, and repeat the call while the hub is unavailable."""
 
         def attempt() -> Result:
             try:

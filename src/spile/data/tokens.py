@@ -27,13 +27,13 @@ from tokenizers.processors import TemplateProcessing
 from spile.errors import ModelError, untrusted
 from spile.spec.sample import Role
 
-_TURN_END = 4
-"""How many tokens after an assistant's content are searched for the one that ends the turn."""
+_END_SEARCH = 4
+"""How many tokens after an assistant's content are searched for the one that ends the message."""
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _MAX_IDS, _MAX_GROWTH = 1 << 26, 4096
-"""Limits of a tokenizer that no real one comes near."""
+"""Limits far above those of any real tokenizer."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -143,17 +143,17 @@ class Tokenizer:
             for span in spans:
                 stop = first(span.stop)
                 if span.role == Role.ASSISTANT:
-                    stop = self._turn_end(encoding, ids, stop, span.stop, text)
+                    stop = self._message_end(encoding, ids, stop, span.stop, text)
                 roles[first(span.start) : stop] |= np.uint8(span.role)
         return Encoded(tokens, roles)
 
-    def _turn_end(self, encoding: Encoding, ids: Sequence[int], stop: int, place: int, text: str) -> int:
-        """Return the end of an assistant's turn: behind the special token that ends it, which the model generates.
+    def _message_end(self, encoding: Encoding, ids: Sequence[int], stop: int, place: int, text: str) -> int:
+        """Return the end of an assistant's message: after the special token that ends it, which the model generates.
 
-        Only white space may stand between the content, which ends at token ``stop`` and character ``place``, and that
-        token. Without such a token the turn ends with the content.
+        Only white space may be between the content, which ends at token ``stop`` and character ``place``, and that
+        token. Without such a token the message ends with the content.
         """
-        for token in range(stop, min(stop + _TURN_END, len(ids))):
+        for token in range(stop, min(stop + _END_SEARCH, len(ids))):
             begin, _ = encoding.token_to_chars(token) or (len(text), 0)
             if text[place:begin].strip():
                 break
@@ -163,7 +163,7 @@ class Tokenizer:
 
 
 def _token_lookup(encoding: Encoding, count: int) -> Callable[[int], int]:
-    """Return the first token that begins at or after a character; a token belongs to the span in which it begins.
+    """Return a function that finds the first token at or after a character. A token belongs to the span of its start.
 
     Only span boundaries are looked up: a list of the offsets of all tokens took most of the tokenizer's time. Tokens
     that a post-processor added at the ends have no width and belong to no span.
@@ -240,7 +240,7 @@ def _configure(backend: Backend, folder: Path) -> Tokenizer:
 
 
 def _refuse_growth(backend: Backend) -> None:
-    """Refuse a tokenizer that makes a text thousands of times as long, or adds thousands of tokens."""
+    """Refuse a tokenizer that makes a text thousands of times longer, or adds thousands of tokens."""
     for name, part in (("normalizer", backend.normalizer), ("decoder", backend.decoder)):
         growth = 1
         for step in _steps(part):

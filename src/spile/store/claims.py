@@ -130,7 +130,7 @@ class ClaimBook:
         return None
 
     def is_done(self, stream: int) -> bool:
-        """Return whether a worker with the same goal has finished the stream, as of the last look."""
+        """Return whether a worker with the same goal had finished the stream at the last listing."""
         return stream in self._seen and self._seen[stream].version.state == self._done
 
     def all_busy(self, streams: Iterable[int]) -> bool:
@@ -172,7 +172,7 @@ class Claim:
         self.stream, self.number, self.worker, self.expiry = stream, number, worker, expiry
         self._root, self._token, self._counter, self._done = root, secrets.token_hex(8), 0, done
         self.finished = False
-        """Whether the stream is finished, so that :meth:`release` tells the other workers."""
+        """Whether the stream is finished. :meth:`release` then marks it, so that no worker takes it again."""
 
     def create(self) -> bool:
         """Create the claim; return False if another worker was faster."""

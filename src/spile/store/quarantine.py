@@ -155,7 +155,7 @@ class Trials:
     launch: str = ""
     """The launch that wrote this record: see :attr:`Supervision.launch`."""
     ended: str = ""
-    """Why the writer ended, if it could still say so."""
+    """Why the writer ended, if it was able to record it."""
 
     @property
     def suspects(self) -> Ranges:

@@ -239,10 +239,10 @@ def _point(commit: Commit) -> CommitPoint:
 
 
 def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
-    """Return how far the clock of the worker is behind.
+    """Return by how many seconds the clock of the worker is behind this one.
 
-    It is looked up only if the heartbeat seems to be old or from the future: then the time at which the bucket received
-    the heartbeat counts, and not the time that the worker wrote into it.
+    It is computed only if the heartbeat seems to be old or from the future: then the time at which the bucket received
+    the heartbeat is used instead of the time that the worker wrote into it.
     """
     if beat is None or abs(beat.age(now)) <= SILENT_AFTER:
         return 0.0

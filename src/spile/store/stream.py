@@ -67,7 +67,7 @@ class StreamStore:
         self.folder, self.record, self.run, self.attempt = folder, record, run, attempt
         self._ledger = ledger
         self._lock = threading.Lock()
-        self._begun = ledger.commits
+        self._last_number = ledger.commits
         self._outcome_unknown = False
         self._committed = False
         self.statistics = False
@@ -83,8 +83,8 @@ class StreamStore:
     def begin(self, samples: Sequence[Sample], host: int | None = None, number: int | None = None) -> ShardBuilder:
         """Start a shard of these samples, in this order. The default of ``number`` is the next one."""
         with self._lock:
-            self._begun = number if number is not None else max(self._begun, self._ledger.commits) + 1
-            name = shard_name(self._begun, self.attempt, host)
+            self._last_number = number if number is not None else max(self._last_number, self._ledger.commits) + 1
+            name = shard_name(self._last_number, self.attempt, host)
         return ShardBuilder(self.folder, name, samples, self.record.schema(self.run, self.statistics))
 
     def commit(
@@ -167,7 +167,7 @@ class StreamStore:
         data, key = commit.to_bytes(), commit_key(commit.number)
         if self.folder.create(key, data):
             return True
-        # A lost reply looks like a lost race. The stored bytes contain the attempt, so they show which it was.
+        # If the reply was lost, our own commit exists. The stored bytes contain the attempt, so they show whose it is.
         winner = self.folder.get(key)
         if winner == data:
             return True

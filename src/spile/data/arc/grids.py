@@ -33,7 +33,7 @@ class Task:
 
 
 def grid_problem(grid: object) -> str | None:
-    """Return why a value is not a grid, in a few words that group similar problems, or None if it is one."""
+    """Return why a value is not a grid, as a short text that is equal for similar problems, or None if it is one."""
     if type(grid) is not list or not grid or set(map(type, grid)) != {list}:
         return "a grid that is not a list of rows"
     if len(set(map(len, grid))) != 1:
