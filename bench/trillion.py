@@ -40,7 +40,7 @@ from spile.store.index import INDEX, write_entry
 from spile.store.ledger import ShardRecord, read_ledger
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.worker.claiming import PlannedStream, take_unfinished
 
 _D, _LAYERS, _LAYER, _PARAMETERS = 3584, 28, 14, 7.6e9
@@ -141,7 +141,7 @@ class Worker:
         self.epoch = 0
         """The number of restarts. Events of an earlier epoch are ignored."""
         self.claim: Claim | None = None
-        self.store: StreamStore | None = None
+        self.store: StreamWriter | None = None
 
     def boot(self) -> None:
         self.epoch += 1

@@ -13,13 +13,13 @@ __all__ = ["HeldCommits"]
 _PATCH = """
 import pathlib, sys, time
 if {{"extract", "worker"}} & set(sys.orig_argv):
-    from spile.store.stream import StreamStore
-    real, released = StreamStore.commit, pathlib.Path({released!r})
+    from spile.store.stream import StreamWriter
+    real, released = StreamWriter.commit, pathlib.Path({released!r})
     def commit(self, *args, **options):
         while self.ledger.commits >= {after} and not released.exists():
             time.sleep(0.01)
         return real(self, *args, **options)
-    StreamStore.commit = commit
+    StreamWriter.commit = commit
 """
 
 

@@ -21,7 +21,7 @@ from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.run import join_run
 from spile.store.shard import ShardBuilder
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.worker.batches import Batch
 from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, pack
 
@@ -164,7 +164,7 @@ def produce(
     attempt: str | None = None,
     cut: int | None = None,
     run: RunIdentity | None = None,
-) -> StreamStore:
+) -> StreamWriter:
     """Run one worker: join, process the rest, finish. ``cut`` ends each shard after this many samples."""
     run = run or run_identity()
     join_run(root, run)

@@ -16,7 +16,7 @@ from spile.errors import SpileError
 from spile.objects import Folder, open_folder
 from spile.spec.taps import Tap
 from spile.store.run import read_run
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 from spile.store.streams import Stream, join_addition, open_streams
 from spile.worker.backfill import add_to_stream
 from spile.worker.batches import Sizes
@@ -58,7 +58,7 @@ class StopAfter(Control):
 
 def add(
     root: Folder, groups: int = 1, writers: int = 1, fits: int | None = None, batches: int = 10**9
-) -> tuple[bool, StreamStore]:
+) -> tuple[bool, StreamWriter]:
     """Process the remaining shards in batches of any size, or only some of the batches."""
     run = read_run(root)
     assert run is not None

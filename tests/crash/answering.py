@@ -21,7 +21,7 @@ from spile.objects import open_folder
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.pipeline import Sink, run_pipeline
@@ -89,7 +89,7 @@ class CommitAlways(Control):
 
 def answer(
     url: str, count: int, shard: int, attempt: str | None = None, *, shard_bytes: float = 1e9, writers: int = 1
-) -> StreamStore:
+) -> StreamWriter:
     """Run one worker: answer the remaining samples, ``shard`` at a time, with a commit after each group."""
     root = open_folder(url)
     join_run(root, RUN)

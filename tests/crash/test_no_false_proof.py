@@ -27,7 +27,7 @@ from spile.store.cleanup import clear_stream
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, commit_numbers
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.store.verification import verify
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity, write_shard
@@ -64,7 +64,7 @@ class World:
         self.file, self.root, self.tokenizer = place / "data.jsonl", open_folder(str(place / "out")), tokenizer
         self.texts = [f"fox {n}" for n in range(LINES)]
         self.contents: dict[str, list[str]] = {}
-        self.workers: list[StreamStore] = []
+        self.workers: list[StreamWriter] = []
         self.waiting: list[Sample] = []
         self.write()
 
@@ -110,7 +110,7 @@ class World:
         elif what == "collect garbage":
             verify(self.root, gc=True, remove=True, older_than=-1.0)
 
-    def sample(self, store: StreamStore, index: int) -> Sample:
+    def sample(self, store: StreamWriter, index: int) -> Sample:
         text = self.contents[store.record.identity.sha256][index]
         (encoded,) = self.tokenizer.encode([text], add_special=True)
         return Sample(index, f"line-{index + 1}", encoded.tokens, encoded.roles, text)
@@ -137,7 +137,7 @@ class World:
         store.finish()
 
     @staticmethod
-    def commit(store: StreamStore, samples: list[Sample]) -> None:
+    def commit(store: StreamWriter, samples: list[Sample]) -> None:
         builder = store.begin(samples)
         write_shard(builder, samples)
         store.commit([builder.finish()])

@@ -27,7 +27,7 @@ from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.store.verification import verify
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity
@@ -60,7 +60,7 @@ class StreamedWorld(World):
         self.read_by: dict[int, list[str]] = {}
         super().__init__(place, tokenizer)
 
-    def sample(self, store: StreamStore, index: int) -> Sample:
+    def sample(self, store: StreamWriter, index: int) -> Sample:
         text = self.read_by[id(store)][index]
         (encoded,) = self.tokenizer.encode([text], add_special=True)
         return Sample(index, f"line-{index + 1}", encoded.tokens, encoded.roles, text)

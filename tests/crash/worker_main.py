@@ -27,7 +27,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, RowBlock
@@ -86,7 +86,7 @@ class _Producer(NumpyProducer):
 
 def visit(
     url: str, count: int, life: Life, stop: Event | None = None, progress: Progress | None = None
-) -> tuple[bool, StreamStore]:
+) -> tuple[bool, StreamWriter]:
     """One visit to the stream through ``runtime.worker``, as ``spile extract`` makes it."""
     root: Any = open_folder(url)
     if life.switch.name is not None or is_remote(url):

@@ -32,7 +32,7 @@ from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
 from spile.store.run import join_run, read_run
 from spile.store.shard import LIMIT, as_stored
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""
@@ -326,7 +326,7 @@ def import_pickles(
     model: str = "unknown",
     store_dtype: StoreDtype = "bfloat16",
     progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> StreamStore:
+) -> StreamWriter:
     """Store pickles as one stream of a dataset. Files that an earlier import committed are not stored again.
 
     The first of two passes checks every file, so that nothing is stored of a source with a bad file; the second stores
@@ -396,7 +396,7 @@ def _check_numbers(rows: _Array, store_dtype: StoreDtype, at: str) -> None:
         raise DataError(f"{at} has values too large for {store_dtype}", found=largest, fix=fix)
 
 
-def _store(store: StreamStore, content: _Content, layers: tuple[int, ...]) -> None:
+def _store(store: StreamWriter, content: _Content, layers: tuple[int, ...]) -> None:
     """Store the samples of one file that are not committed yet as one shard."""
     first = content[layers[0]]
     chosen = [place for place, sample in enumerate(first) if sample.number not in store.ledger.done]

@@ -60,7 +60,7 @@ class StreamRecord:
         return ShardSchema(self.identity.rows(run), self.fingerprint, self.id, statistics, run.keep, some)
 
 
-class StreamStore:
+class StreamWriter:
     """Writes the shards and commits of one stream. ``begin`` and ``commit`` may be called from different threads."""
 
     def __init__(self, folder: Folder, record: StreamRecord, run: RunIdentity, attempt: str, ledger: Ledger) -> None:
@@ -269,7 +269,7 @@ def join_stream(
     run: RunIdentity,
     attempt: str | None = None,
     stream: str | None = None,
-) -> StreamStore:
+) -> StreamWriter:
     """Create or open the stream's folder, check that it belongs to this stream, and read its ledger.
 
     ``attempt`` is a unique name of this execution of the worker. The hosts of a pod share the attempt and the id of the
@@ -289,7 +289,7 @@ def join_stream(
     differing = differences({**stored.identity.compared(), "fingerprint": stored.fingerprint}, ours)
     if differing:
         raise mismatch(folder.url, differing, _other_stream_fix(root, worker_id, differing))
-    return StreamStore(folder, stored, run, attempt or new_attempt(), read_ledger(folder, stored.id))
+    return StreamWriter(folder, stored, run, attempt or new_attempt(), read_ledger(folder, stored.id))
 
 
 def read_or_create(folder: Folder, fresh: StreamRecord) -> StreamRecord:

@@ -35,7 +35,7 @@ from spile.store.ledger import Commit, ShardRecord, read_commits, read_ledger
 from spile.store.report import Problem
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS, POSITIONS
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import StreamRecord, StreamStore, parse_stream, read_or_create, read_stream
+from spile.store.stream import StreamRecord, StreamWriter, parse_stream, read_or_create, read_stream
 
 
 def expected_streams(records: Sequence[StreamRecord]) -> int | None:
@@ -86,7 +86,7 @@ def alignment(shard: ShardRecord) -> Alignment:
     return tuple(shard.tensors.get(name) for name in _ALIGNED)
 
 
-def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamStore:
+def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, run: RunIdentity) -> StreamWriter:
     """Start or continue adding taps to a stream; return the store through which a worker writes them."""
     folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
     stored = read_stream(folder)
@@ -97,7 +97,7 @@ def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, 
     stored = read_or_create(folder, fresh)
     if stored.base != base.id:
         raise Damaged(f"{folder.url}/{STREAM} changed while it was being read", fix="run the same command again")
-    return StreamStore(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
+    return StreamWriter(folder, stored, run, new_attempt(), read_ledger(folder, stored.id))
 
 
 _COPY = {"gs": "gcloud storage rsync --recursive", "s3": "aws s3 sync", "az": "azcopy sync"}

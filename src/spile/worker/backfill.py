@@ -32,7 +32,7 @@ from spile.store.ledger import Ledger, ShardRecord
 from spile.store.run import differences, mismatch, read_run
 from spile.store.shard import CONTEXT, CONTEXT_OFFSETS
 from spile.store.shard_reader import ShardReader
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 from spile.store.streams import (
     Alignment,
     Stream,
@@ -178,7 +178,7 @@ def _taps_exist(taps: set[str], found: str) -> SpecError:
 
 def add_to_stream(
     stream: Stream,
-    store: StreamStore,
+    store: StreamWriter,
     remaining: Sequence[ShardRecord],
     producer: Producer,
     sizes: Sizes,
@@ -201,7 +201,7 @@ def add_to_stream(
     return finished
 
 
-def finish_addition(stream: Stream, store: StreamStore) -> None:
+def finish_addition(stream: Stream, store: StreamWriter) -> None:
     """Commit the samples that the stream skipped, so that both ledgers cover the same samples."""
     skips = [skip for commit in stream.commits for skip in commit.skipped if skip.index not in store.ledger.done]
     ends = [commit.end for commit in stream.commits if commit.end is not None]
@@ -237,7 +237,7 @@ class _AlignedSink(Sink):
     """A sink that commits a shard only if it holds the same rows, in the same order, as one of the dataset's."""
 
     def __init__(
-        self, store: StreamStore, after_commit: Callable[[], None], shards_of_dataset: Iterable[ShardRecord]
+        self, store: StreamWriter, after_commit: Callable[[], None], shards_of_dataset: Iterable[ShardRecord]
     ) -> None:
         super().__init__(store, after_commit)
         self._alignments: set[Alignment] = {alignment(record) for record in shards_of_dataset}
@@ -309,7 +309,7 @@ class _Backfill:
         steering = steering_of_run(self.run, self.files.config)
         return place_model(self.files, taps, spec, row_bytes(self.rows), progress, prepare, steering)
 
-    def join(self, stream: Stream) -> StreamStore:
+    def join(self, stream: Stream) -> StreamWriter:
         """Join the store of the added taps of a stream."""
         shapes = {row.name: row.shape for row in self.rows if row.shape != (self.run.d_model,)}
         identity = replace(stream.record.identity, taps=self.spec.taps, shapes=shapes)
@@ -318,7 +318,7 @@ class _Backfill:
         return store
 
     def add_to(
-        self, stream: Stream, store: StreamStore, producer: Producer, progress: Progress, control: Control
+        self, stream: Stream, store: StreamWriter, producer: Producer, progress: Progress, control: Control
     ) -> bool:
         """Add the taps to one stream. Return False if stopped early."""
         remaining = self.remaining(stream)

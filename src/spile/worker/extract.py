@@ -38,7 +38,7 @@ from spile.store.quarantine import (
     write_trials,
 )
 from spile.store.run import claim_answers, join_run, write_spec
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.worker.batches import Batch, batches
 from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.generator import make_generator
@@ -103,12 +103,12 @@ def run_stream(
 def _load_and_work(
     spec: ExtractSpec,
     run: ResolvedRun,
-    stream: StreamStore | None,
+    stream: StreamWriter | None,
     start_over: bool,
     progress: Progress,
     stop: threading.Event,
     hosts: WorkerGroup,
-) -> tuple[StreamStore, bool, str]:
+) -> tuple[StreamWriter, bool, str]:
     """Load the model and compute what is left. Return the stream, whether it is finished, and the devices."""
     with ExitStack() as stack:
         status = None if stream is None else stack.enter_context(_status_files(run, stream, progress, hosts))
@@ -164,7 +164,7 @@ class StreamWork:
     def __init__(
         self,
         run: ResolvedRun,
-        stream: StreamStore,
+        stream: StreamWriter,
         producer: Producer,
         status: StatusFiles,
         stop: threading.Event,
@@ -362,7 +362,7 @@ class StreamWork:
 
 
 def _finish(
-    run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup, *, finished: bool, device: str
+    run: ResolvedRun, stream: StreamWriter, progress: Progress, hosts: WorkerGroup, *, finished: bool, device: str
 ) -> Summary:
     """Write what is derived from the ledger if the stream is finished, and return what the stream holds."""
     if hosts.first and finished:
@@ -427,32 +427,32 @@ def make_device_producer(run: ResolvedRun, progress: Progress, reader: SampleRea
 # -- the stream -------------------------------------------------------------------------------------------------------
 
 
-def join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = None) -> StreamStore:
+def join(run: ResolvedRun, attempt: str | None = None, stream_id: str | None = None) -> StreamWriter:
     """Open the stream of a run, and begin it if it does not exist."""
     stream = join_stream(run.root, run.spec.data.worker_id, run.stream_identity, run.identity, attempt, stream_id)
     stream.statistics = wants_statistics(run.spec.statistics)
     return stream
 
 
-def _read(run: ResolvedRun, stream: StreamStore | None, done: Ranges) -> SampleReader:
+def _read(run: ResolvedRun, stream: StreamWriter | None, done: Ranges) -> SampleReader:
     """Read the samples that are not done; compare the rows of a streamed dataset with what earlier runs read."""
     ledger = Ledger() if stream is None else stream.ledger
     return run.samples.read(done, ledger.parts, ledger.end)
 
 
-def commit_end(run: ResolvedRun, stream: StreamStore, sink: Sink, reader: SampleReader) -> None:
+def commit_end(run: ResolvedRun, stream: StreamWriter, sink: Sink, reader: SampleReader) -> None:
     """Commit the number of samples of a stream that only reading it tells, unless the ledger has it."""
     if run.stream_identity.samples is None and stream.ledger.end is None and reader.total is not None:
         sink.commit(None, end=reader.total)
 
 
-def _existing_stream(run: ResolvedRun) -> StreamStore | None:
+def _existing_stream(run: ResolvedRun) -> StreamWriter | None:
     """Return the stream if an earlier worker began it."""
     record = read_stream(run.root.child(stream_folder(run.spec.data.worker_id, run.identity.folders)))
     return None if record is None else join(run)
 
 
-def _has_work(run: ResolvedRun, stream: StreamStore) -> bool:
+def _has_work(run: ResolvedRun, stream: StreamWriter) -> bool:
     expected = run.expected_samples(stream.ledger)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
 
@@ -474,7 +474,7 @@ def _starts_over(run: ResolvedRun) -> bool:
     return False
 
 
-def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: WorkerGroup) -> tuple[StreamStore, Ranges]:
+def _agree_on_stream(run: ResolvedRun, stream: StreamWriter | None, hosts: WorkerGroup) -> tuple[StreamWriter, Ranges]:
     """Return the stream and its done samples: on every process those of process 0's ledger."""
     plan: dict[str, Any] = {}
     if hosts.first:
@@ -496,7 +496,7 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamStore | None, hosts: Worker
     return stream, Ranges((start, stop) for start, stop in plan["done"])
 
 
-def _remove_remains(stream: StreamStore, progress: Progress) -> None:
+def _remove_remains(stream: StreamWriter, progress: Progress) -> None:
     """Remove unfinished shards of killed workers from the disk, and log it."""
     count, removed = remove_unfinished(stream.folder)
     if count:
@@ -504,6 +504,6 @@ def _remove_remains(stream: StreamStore, progress: Progress) -> None:
         progress.log(f"removed {files} ({size(removed)}) that killed runs of this stream left behind")
 
 
-def _status_files(run: ResolvedRun, stream: StreamStore, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
+def _status_files(run: ResolvedRun, stream: StreamWriter, progress: Progress, hosts: WorkerGroup) -> StatusFiles:
     expected = run.expected_samples(stream.ledger)
     return StatusFiles(run.spec, stream, progress, writes=hosts.first, expected=expected)

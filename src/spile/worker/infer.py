@@ -31,7 +31,7 @@ from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_fol
 from spile.store.ledger import Commit, read_commits
 from spile.store.predictions import read_answers
 from spile.store.run import claim_answers
-from spile.store.stream import StreamStore, read_stream
+from spile.store.stream import StreamWriter, read_stream
 from spile.worker.batches import Batch, Sizes
 from spile.worker.producer import Control, Decision, Producer, RowBlock
 from spile.worker.progress import Progress
@@ -191,7 +191,7 @@ class AnswerProducer(Producer):
         )
 
 
-def write_answers(run: ResolvedRun, stream: StreamStore) -> None:
+def write_answers(run: ResolvedRun, stream: StreamWriter) -> None:
     """Write ``predictions.jsonl`` and, for ARC tasks, ``submission.json``, from the commits: each answer once.
 
     The folder of a stream gets the answers of the stream. ``--output-dir`` gets those of all streams of the run,

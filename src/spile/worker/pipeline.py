@@ -29,7 +29,7 @@ from spile.spec.taps import row_bytes
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import put_predictions
 from spile.store.shard import ShardBuilder
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 from spile.worker.batches import AHEAD, Batch, Sizes
 from spile.worker.producer import Control, Decision, OutOfDeviceMemory, Producer, TokenLimit
 from spile.worker.progress import Progress
@@ -151,7 +151,7 @@ class Channel(Generic[T]):
 class Sink:
     """Where activation rows go: the store of a stream. On a pod, the hosts commit together."""
 
-    def __init__(self, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, stream: StreamWriter, after_commit: Callable[[], None] = lambda: None) -> None:
         self._stream, self._after = stream, after_commit
         self.remote = stream.folder.local_path is None
         self.bytes_per_token = row_bytes(stream.record.identity.rows(stream.run))

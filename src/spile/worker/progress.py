@@ -24,7 +24,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import BAD_ROW, Skip
 from spile.store.heartbeat import Heartbeat, Reading
 from spile.store.ledger import Ledger
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 
 _BAD_ROWS = 3
 """The number of bad rows that the summary describes."""
@@ -397,7 +397,7 @@ class StatusFiles(ExitStack):
     """
 
     def __init__(
-        self, spec: ExtractSpec, stream: StreamStore, progress: Progress, *, writes: bool, expected: int | None
+        self, spec: ExtractSpec, stream: StreamWriter, progress: Progress, *, writes: bool, expected: int | None
     ) -> None:
         super().__init__()
         self._spec, self._stream, self.progress, self.expected = spec, stream, progress, expected
@@ -444,7 +444,7 @@ class StatusFiles(ExitStack):
 
 
 def write_checkpoint_file(
-    spec: ExtractSpec, stream: StreamStore, status: str, log: Callable[[str], None] = lambda _: None
+    spec: ExtractSpec, stream: StreamWriter, status: str, log: Callable[[str], None] = lambda _: None
 ) -> None:
     """Write the file of ``--checkpoint-dir``. It is for people; spile reads only the ledger."""
     if spec.checkpoint_dir is None:

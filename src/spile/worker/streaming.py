@@ -47,7 +47,7 @@ from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.ledger import ShardRecord
 from spile.store.run import join_run, write_spec
 from spile.store.shard import decode, split
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import configure_jax, place_model
 from spile.worker.extract import commit_end, join, make_producer
@@ -545,7 +545,7 @@ class ActivationStream(ShuffledReaders):
             thread.join()
             self._current = None
 
-    def _join(self) -> StreamStore:
+    def _join(self) -> StreamWriter:
         join_run(self.run.root, self.run.identity)
         stream = join(self.run)
         write_spec(self.run.root, self._spec)
@@ -555,7 +555,9 @@ class ActivationStream(ShuffledReaders):
         stored = dataset.sample(self.run.spec.data.worker_id, sample.index)
         return {tap: stored.rows(tap) for tap in self.taps}
 
-    def _compute(self, feed: Feed, first: int, stream: StreamStore | None, done: Ranges, stop: threading.Event) -> None:
+    def _compute(
+        self, feed: Feed, first: int, stream: StreamWriter | None, done: Ranges, stop: threading.Event
+    ) -> None:
         """Run the pipeline over the data, in a thread. Its errors are raised in the reader."""
         run = self.run
         try:

@@ -14,7 +14,7 @@ from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import size
 from spile.store.cleanup import clear_stream
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.streams import missing_from_copy
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
@@ -70,7 +70,7 @@ def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolde
     assert verify(mirror.home, max_samples=12).ok
 
 
-def begun(root: Folder) -> StreamStore:
+def begun(root: Folder) -> StreamWriter:
     """The first five samples of 30."""
     join_run(root, run_identity())
     store = join_stream(root, 0, stream_identity(30), run_identity())

@@ -14,7 +14,7 @@ from spile.objects import Folder, open_folder
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.verification import verify
 from world import run_identity, sample_of, stream_identity, write_shard
 
@@ -25,7 +25,7 @@ def fields(index: int) -> dict[str, Any]:
     return {"label": index % 3, "mixed": None if index % 2 else index, "source": {"site": ["a", "“b”"][index % 2]}}
 
 
-def written(root: Folder, *, keep: tuple[str, ...] = KEEP, lacking: int | None = None) -> StreamStore:
+def written(root: Folder, *, keep: tuple[str, ...] = KEEP, lacking: int | None = None) -> StreamWriter:
     """Two shards of six samples; ``lacking`` is without what it should have."""
     run = run_identity(keep=keep)
     join_run(root, run)

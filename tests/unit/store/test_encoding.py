@@ -26,7 +26,7 @@ from spile.spec.taps import SCALED, Tap
 from spile.store.ledger import unseal
 from spile.store.run import join_run
 from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
 
@@ -98,7 +98,7 @@ def test_the_largest_rows_are_finite_when_they_are_decoded(dtype: str) -> None:
     assert np.isfinite(decode(*split(encode(rows, dtype), dtype))).all()
 
 
-def store_of(root: Path, dtype: str, count: int = 6, statistics: bool = False) -> StreamStore:
+def store_of(root: Path, dtype: str, count: int = 6, statistics: bool = False) -> StreamWriter:
     folder, run = open_folder(str(root)), run_identity(store_dtype=dtype)
     join_run(folder, run)
     store = join_stream(folder, 0, stream_identity(count), run)

@@ -24,16 +24,16 @@ from spile.store.layout import (
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
 from spile.store.run import join_run, read_run
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.store.verification import verify
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 
-def joined(folder: Folder, attempt: str | None = None, samples: int | None = 100) -> StreamStore:
+def joined(folder: Folder, attempt: str | None = None, samples: int | None = 100) -> StreamWriter:
     return join_stream(folder, 0, stream_identity(samples), run_identity(), attempt)
 
 
-def shard(store: StreamStore, *indices: int) -> ShardRecord:
+def shard(store: StreamWriter, *indices: int) -> ShardRecord:
     samples = [sample_of(index) for index in indices]
     builder = store.begin(samples)
     write_shard(builder, samples)
@@ -326,7 +326,7 @@ def test_a_worker_that_slept_through_overwrite_stops_at_its_next_commit(folder: 
     assert heir.ledger == joined(folder).ledger == Ledger()
 
 
-def zombie_commits(zombie: StreamStore, number: int, index: int) -> None:
+def zombie_commits(zombie: StreamWriter, number: int, index: int) -> None:
     """Commits of a worker that was suspended between its check of stream.json and its commit, and is now outdated."""
     commit = Commit(number, "zombie", zombie.record.id, (shard(zombie, index),), (), None)
     assert zombie.folder.create(commit_key(number), commit.to_bytes())
@@ -392,7 +392,7 @@ def test_one_stray_commit_hangs_nothing(folder: Folder) -> None:
 
 
 def test_a_worker_does_not_claim_what_is_no_longer_there(folder: Folder) -> None:
-    def worked(name: str) -> StreamStore:
+    def worked(name: str) -> StreamWriter:
         store = joined(folder.child(name))
         for index in range(3):
             store.commit([shard(store, index)], [])

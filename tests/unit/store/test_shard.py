@@ -24,12 +24,12 @@ from spile.spec.taps import TapRows
 from spile.store.ledger import ShardRecord
 from spile.store.run import join_run
 from spile.store.shard import ShardSchema, parse_shard_header, plan_shard
-from spile.store.stream import StreamStore, join_stream, read_stream
+from spile.store.stream import StreamWriter, join_stream, read_stream
 from spile.store.verification import verify
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 
-def joined(path: Path, **changes: object) -> StreamStore:
+def joined(path: Path, **changes: object) -> StreamWriter:
     return join_stream(open_folder(str(path)), 0, stream_identity(1000), run_identity(**changes))
 
 

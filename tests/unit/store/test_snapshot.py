@@ -11,7 +11,7 @@ from spile.objects import Folder
 from spile.store.cleanup import clear_stream
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader, State
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 NOW = 1_800_000_000.0
@@ -27,7 +27,7 @@ def put_beat(folder: Folder, stream: int, age: float = 10, **fields: object) -> 
     folder.put(f"tpu_{stream}/progress.json", json.dumps({**beat, **fields}).encode())
 
 
-def begun(folder: Folder, number: int, samples: int | None = 100, stored: int = 0) -> StreamStore:
+def begun(folder: Folder, number: int, samples: int | None = 100, stored: int = 0) -> StreamWriter:
     join_run(folder, run_identity())
     store = join_stream(folder, number, stream_identity(samples), run_identity())
     if stored:

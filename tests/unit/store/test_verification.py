@@ -29,19 +29,19 @@ from spile.store.heartbeat import Beat
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, ShardRecord, iso_time
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.verification import verify
 from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 BY_TOKENS = {tuple(item.tokens.tolist()): item for item in items(45) if isinstance(item, Sample)}
 
 
-def joined(folder: Folder, samples: int | None = 45, attempt: str | None = None) -> StreamStore:
+def joined(folder: Folder, samples: int | None = 45, attempt: str | None = None) -> StreamWriter:
     join_run(folder, run_identity())
     return join_stream(folder, 0, stream_identity(samples), run_identity(), attempt)
 
 
-def shard(store: StreamStore, *indices: int) -> ShardRecord:
+def shard(store: StreamWriter, *indices: int) -> ShardRecord:
     samples = [sample_of(index) for index in indices]
     builder = store.begin(samples)
     write_shard(builder, samples)
@@ -281,7 +281,7 @@ def test_a_row_that_is_noisy_only_sometimes_is_computed_again(folder: Folder) ->
 # Garbage
 
 
-def orphan(store: StreamStore) -> str:
+def orphan(store: StreamWriter) -> str:
     return shard(store, 40).name
 
 

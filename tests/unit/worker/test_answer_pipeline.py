@@ -17,7 +17,7 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.store.predictions import read_answers
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.streams import open_streams
 from spile.worker.batches import Sizes
 from spile.worker.generator import plan_slots
@@ -44,7 +44,7 @@ class OneTokenAnswers(AnswerProducer):
             yield [Answer(sample, rows, [2], [-0.5], "stop", group=number % self.groups)]
 
 
-def run(root: Path, count: int, control: object, groups: int = 1, **sizes: object) -> tuple[bool, StreamStore]:
+def run(root: Path, count: int, control: object, groups: int = 1, **sizes: object) -> tuple[bool, StreamWriter]:
     folder = open_folder(str(root))
     join_run(folder, RUN)
     stream = join_stream(folder, 0, stream_identity(count), RUN)

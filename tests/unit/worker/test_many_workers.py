@@ -6,7 +6,7 @@ import pytest
 from bench.trillion import Run, World
 
 from spile.errors import Damaged
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 
 
 def simulated(**more: float) -> Run:
@@ -28,10 +28,10 @@ def test_each_sample_is_stored_once_although_machines_are_lost() -> None:
 
 
 def test_the_simulation_notices_samples_that_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def created(store: StreamStore, commit: object) -> bool:
+    def created(store: StreamWriter, commit: object) -> bool:
         """Take the next number if another worker has this one, as a store without fences would."""
         return store.folder.create(f"commits/{commit.number:04d}.json", commit.to_bytes())  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(StreamStore, "_created", created)
+    monkeypatch.setattr(StreamWriter, "_created", created)
     with pytest.raises((AssertionError, Damaged), match=r"stream.\d+"):
         simulated(lost_per_hour=2.0, suspended_share=0.5, seed=3).prove()

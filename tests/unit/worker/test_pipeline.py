@@ -11,7 +11,7 @@ from spile.errors import StoreError
 from spile.objects import open_folder
 from spile.spec.sample import Skip
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.worker.batches import Sizes, batches
 from spile.worker.pipeline import Pipeline, Sink, plan_shards, run_pipeline
 from spile.worker.producer import Control, Decision, OutOfDeviceMemory, RowBlock
@@ -21,7 +21,7 @@ from world import TAPS, NumpyProducer, lengths, rows_of, run_identity, sample_of
 SIZES = Sizes(batch_tokens=128, batch_size=None, longest=64, shard_bytes=4000)
 
 
-def open_stream(root, count) -> StreamStore:
+def open_stream(root, count) -> StreamWriter:
     folder = open_folder(str(root))
     join_run(folder, run_identity(store_dtype="float32"))
     return join_stream(folder, 0, stream_identity(count), run_identity(store_dtype="float32"))

@@ -22,7 +22,7 @@ from spile.spec.run import DataSpec, ExtractSpec
 from spile.spec.sample import Sample
 from spile.store.quarantine import VARIABLE, Supervision, Trials, read_trials, write_trials
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.store.verification import verify
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import DeviceProducer
@@ -97,7 +97,7 @@ class Reader:
         pass
 
 
-def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tuple[bool, StreamStore, list[str]]:
+def attempt(root: Path, poison: dict[int, str], *, broken: bool = False) -> tuple[bool, StreamWriter, list[str]]:
     """One worker's life; it raises :class:`Killed` if a sample ends it."""
     life, said = SimpleNamespace(dead=False, broken=broken), list[str]()
     folder: Any = Mortal(open_folder(str(root)), life)

@@ -17,7 +17,7 @@ from spile.spec.phase import Phase
 from spile.spec.run import DataSpec, ExtractSpec
 from spile.store.heartbeat import Beat, read_beat
 from spile.store.run import join_run
-from spile.store.stream import StreamStore, join_stream
+from spile.store.stream import StreamWriter, join_stream
 from spile.worker.batches import Sizes
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.progress import Progress, StatusFiles, write_checkpoint_file
@@ -28,12 +28,12 @@ COUNT = 40
 ITEMS = [sample_of(i, length=n) for i, n in enumerate(lengths(COUNT))]
 
 
-def joined(root: Folder) -> StreamStore:
+def joined(root: Folder) -> StreamWriter:
     join_run(root, run_identity(store_dtype="float32"))
     return join_stream(root, 0, stream_identity(COUNT), run_identity(store_dtype="float32"))
 
 
-def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, writes: bool = True, **more: Any) -> StreamStore:
+def visit(spec: ExtractSpec, root: Folder, producer: Any = None, *, writes: bool = True, **more: Any) -> StreamWriter:
     stream, progress = joined(root), more.pop("progress", Progress())
     left = [item for item in ITEMS if item.index not in stream.ledger.done]
     with StatusFiles(spec, stream, progress, writes=writes, expected=COUNT) as status:

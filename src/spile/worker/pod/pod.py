@@ -24,7 +24,7 @@ from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.store.ledger import ShardRecord
 from spile.store.shard import ShardBuilder
-from spile.store.stream import StreamStore
+from spile.store.stream import StreamWriter
 from spile.worker.pipeline import Sink
 from spile.worker.pod.coordination import Coordination, Service
 from spile.worker.pod.identity import Identity
@@ -58,7 +58,7 @@ class WorkerGroup:
         """Return a control that gives every process the same decisions."""
         return local
 
-    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+    def sink(self, stream: StreamWriter, after_commit: Callable[[], None]) -> Sink:
         """Return where this process stores its rows."""
         return Sink(stream, after_commit)
 
@@ -249,7 +249,7 @@ class PodControl(Control):
 class PodSink(Sink):
     """The sink of a pod: each host stores its own rows, and all commit together."""
 
-    def __init__(self, pod: Pod, stream: StreamStore, after_commit: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, pod: Pod, stream: StreamWriter, after_commit: Callable[[], None] = lambda: None) -> None:
         super().__init__(stream, after_commit)
         self._pod = pod
         self._number = 0
@@ -324,7 +324,7 @@ class Pod(WorkerGroup):
     def control(self, local: Control) -> Control:
         return PodControl(self, local)
 
-    def sink(self, stream: StreamStore, after_commit: Callable[[], None]) -> Sink:
+    def sink(self, stream: StreamWriter, after_commit: Callable[[], None]) -> Sink:
         return PodSink(self, stream, after_commit)
 
     def report(self, text: str) -> None:
