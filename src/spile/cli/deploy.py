@@ -167,7 +167,7 @@ def deploy(
         before = _read_trusted_fleet(client, home, yes=steps.yes)
     request = _Request(place, machines, flags, steps).complete(before if steps.skip_dataset else None)
     fleet = request.fleet(client, home, before)
-    _check(client, fleet, request)
+    _check_request(client, fleet, request)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
     for line in check_access((bucket, request.root(bucket)), account, asker):
         log(line)
@@ -184,7 +184,7 @@ def deploy(
             check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
-            _show_plan(fleet, streams, request, changed, cleared)
+            _print_plan(fleet, streams, request, changed, cleared)
             for line in () if steps.skip_launch else check_quota(client, fleet):
                 log(line)
             return 0
@@ -337,7 +337,7 @@ def _flag_words(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _check(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
+def _check_request(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
     """Raise the errors that can be known before anything is created."""
     request.root("gs://b")
     parse_pairs("--env", request.steps.env)
@@ -441,7 +441,7 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec) -> lis
     return manage.create(client, fleet, partial(machine_metadata, home.folder.url, sha256(fleet.to_json())))
 
 
-def _show_plan(
+def _print_plan(
     fleet: FleetSpec, streams: StreamsPlan, request: _Request, changed: list[str], cleared: list[int]
 ) -> None:
     """Print what would be created, changed and paid, for ``--dry-run``."""

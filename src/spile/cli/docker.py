@@ -18,7 +18,7 @@ from spile.errors import Failure, SpecError, UserError
 from spile.hosts.files import copy_to, files_to_copy
 from spile.hosts.hosts import Host
 from spile.hosts.run import Job, jobs_for, launch
-from spile.launch.docker import ContainerOptions, build_words, check_hosts, host_script, run_words, stop_script
+from spile.launch.docker import ContainerOptions, build_command, check_hosts, host_script, run_command, stop_script
 from spile.view.hosts import results_folder, run_on_all
 
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -39,7 +39,7 @@ def build(
         context: A checkout of spile.
         show: Print the command instead of running it.
     """
-    words = build_words(flags, str(context), here=not where.given)
+    words = build_command(flags, str(context), here=not where.given)
     if show:
         print(shlex.join(words))
         return 0
@@ -53,7 +53,7 @@ def build(
     files = files_to_copy(context.absolute(), int(1e9))
     copy_to(hosts, files, target, where.access())
     log(f"copied {len(files.names)} files to {target} on {len(hosts)} hosts")
-    job = Job(shlex.join(build_words(flags, ".", here=False)), target)
+    job = Job(shlex.join(build_command(flags, ".", here=False)), target)
     return run_on_all(jobs_for(hosts, job), where.access(), results_folder(None))
 
 
@@ -67,7 +67,7 @@ def run(*words: Words, flags: Flags = ContainerOptions(), show: Print = False) -
     """
     _refuse_runtime_flags(words)
     user = f"{os.getuid()}:{os.getgid()}"
-    command = run_words(flags, words, here=True, user=user)
+    command = run_command(flags, words, here=True, user=user)
     if show:
         print(shlex.join(command))
         return 0

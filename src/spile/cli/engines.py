@@ -161,7 +161,7 @@ def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
     return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
 
 
-def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | None) -> RunSpec:
+def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, num_streams: int | None) -> RunSpec:
     """Return the spec with the data as streams: those of an earlier run, or new ones.
 
     A small dataset is split into files in the output folder. The workers read a large one directly, each the rows of
@@ -176,14 +176,14 @@ def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, asked: int | N
     files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
     known = read_manifest(open_folder(place))
     if known is not None:
-        _refuse_other_split(known, flags, spec, asked, place)
+        _refuse_other_split(known, flags, spec, num_streams, place)
         return files
-    in_turn = _continue_without_split(spec, asked)
+    in_turn = _continue_without_split(spec, num_streams)
     if in_turn is None and (not runner.elsewhere or "://" in spec.data.dataset or not _is_location(spec.data.dataset)):
-        in_turn = _with_rows_in_turn(spec, asked or runner.workers)
+        in_turn = _with_rows_in_turn(spec, num_streams or runner.workers)
     if in_turn is not None:
         return in_turn
-    count = asked or _stream_count(spec.data.dataset, spec, runner.workers)
+    count = num_streams or _stream_count(spec.data.dataset, spec, runner.workers)
     prepare_streams(spec.data.dataset, place, count, data=spec.data, log=log)
     return files
 
@@ -203,7 +203,7 @@ def _with_rows_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
     return replace(spec, data=replace(spec.data, worker_id=0, of_streams=count, dataset_revision=file.revision))
 
 
-def _continue_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
+def _continue_without_split(spec: RunSpec, num_streams: int | None) -> RunSpec | None:
     """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
     from spile.store.run import stored_spec
 
@@ -221,8 +221,8 @@ def _continue_without_split(spec: RunSpec, asked: int | None) -> RunSpec | None:
             fix="give the same flags, or another --output",
         )
     count = old.of_streams or 1
-    if asked is not None and asked != count:
-        raise SpecError("--num-streams", expected=f"{count}, as at the start of the run", found=str(asked))
+    if num_streams is not None and num_streams != count:
+        raise SpecError("--num-streams", expected=f"{count}, as at the start of the run", found=str(num_streams))
     log(f"{counted(count, 'stream')} of {spec.data.dataset}, as at the start of the run")
     pinned = spec.data.dataset_revision or old.dataset_revision
     return replace(spec, data=replace(spec.data, worker_id=0, of_streams=old.of_streams, dataset_revision=pinned))
@@ -234,7 +234,9 @@ def _data_flags(folder: str | None, dataset: str, split: str | None, config_name
     return " ".join(f"{flag} {value}" for flag, value in words.items() if value is not None)
 
 
-def _refuse_other_split(known: StreamsManifest, flags: RunFlags, spec: RunSpec, asked: int | None, place: str) -> None:
+def _refuse_other_split(
+    known: StreamsManifest, flags: RunFlags, spec: RunSpec, num_streams: int | None, place: str
+) -> None:
     """Raise if the streams that an earlier run made are not those that are asked for."""
     from spile.data.split import refuse_other_rows
 
@@ -247,6 +249,6 @@ def _refuse_other_split(known: StreamsManifest, flags: RunFlags, spec: RunSpec, 
             fix=f"continue with --dataset {source}, name other streams with --dataset-dir, or give another --output",
         )
     refuse_other_rows(known, spec.data, place)
-    if asked is not None and asked != len(known.streams):
-        raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(asked))
+    if num_streams is not None and num_streams != len(known.streams):
+        raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(num_streams))
     log(f"{counted(len(known.streams), 'stream')} of {source}, made by an earlier run: {place}")

@@ -132,11 +132,11 @@ def _lines(report: Report) -> Iterator[str | Text]:
         yield Text(f"✗ {problem.line()}", style="red")
     if len(problems) > _MOST_LINES:
         yield f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all"
-    yield from _skipped(report)
+    yield from _skipped_lines(report)
     yield from report.unchecked
-    yield from _recomputed(report)
-    yield from _garbage(report)
-    yield from _stale_commits(report)
+    yield from _recomputed_lines(report)
+    yield from _garbage_lines(report)
+    yield from _stale_commit_lines(report)
     yield _verdict(report)
 
 
@@ -173,7 +173,7 @@ _OPTIONAL_COLUMNS = ("TOKENS", "SIZE", "SHARDS", "SKIPPED")
 """The columns that are omitted first in a narrow terminal."""
 
 
-def _skipped(report: Report) -> Iterator[str]:
+def _skipped_lines(report: Report) -> Iterator[str]:
     """Yield why samples were skipped, and the first bad rows."""
     reasons: Counter[str] = Counter()
     for stream in report.streams:
@@ -187,7 +187,7 @@ def _skipped(report: Report) -> Iterator[str]:
         yield f"  and {reasons[BAD_ROW] - _BAD_ROWS:,} more bad rows; the commits list them all"
 
 
-def _recomputed(report: Report) -> Iterator[str]:
+def _recomputed_lines(report: Report) -> Iterator[str]:
     """Yield the measured noise, and what the check can and cannot find with it."""
     found = report.recomputed
     if found is None or not found.taps:
@@ -217,7 +217,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-def _garbage(report: Report) -> Iterator[str]:
+def _garbage_lines(report: Report) -> Iterator[str]:
     for item in report.garbage:
         what = {"shard": "orphaned shard", "upload": "unfinished upload"}[item.kind]
         # A temporary file is named by its own name, an upload by its object and its id.
@@ -236,7 +236,7 @@ def _garbage(report: Report) -> Iterator[str]:
         yield f"{len(waiting)} can be removed ({total}): spile verify {report.root} --gc --yes removes them"
 
 
-def _stale_commits(report: Report) -> Iterator[str]:
+def _stale_commit_lines(report: Report) -> Iterator[str]:
     """Yield commits from before a stream was started again, and what --repair does or did about them."""
     for stream in report.streams:
         if not stream.stale_commits:
@@ -263,7 +263,7 @@ def _verdict(report: Report) -> Text:
         files = counted(shards, "shard") + (f", {counted(answers, 'answer')}" if answers else "")
         added = sorted({tap for stream in report.streams for tap in stream.added})
         files += f", {counted(len(added), 'tap')} added row for row" if added else ""
-        aside = _quarantined(report)
+        aside = _quarantined_text(report)
         text = f"✓ proven{aside}: {where}; {files}, every checksum right, no NaN"
         text += f"; the run was limited with {report.asked}" if report.asked else ""
         return Text(text, style="bold yellow" if aside else "bold green")
@@ -272,7 +272,7 @@ def _verdict(report: Report) -> Text:
     return Text(f"✗ not proven: {found}{_hint(report, damaged='damaged' in kinds)}", style="bold red")
 
 
-def _quarantined(report: Report) -> str:
+def _quarantined_text(report: Report) -> str:
     found = report.quarantined
     if not found:
         return ""

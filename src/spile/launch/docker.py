@@ -74,11 +74,11 @@ class ContainerOptions:
         return [(str(Path(folder).expanduser().absolute()) if here else folder, inside) for folder, _, inside in parts]
 
 
-def build_words(options: ContainerOptions, context: str, *, here: bool) -> list[str]:
+def build_command(options: ContainerOptions, context: str, *, here: bool) -> list[str]:
     return [options.runtime, "build", "--target", options.device(here=here), "--tag", options.image_name, context]
 
 
-def run_words(options: ContainerOptions, command: Sequence[str], *, here: bool, user: str | None = None) -> list[str]:
+def run_command(options: ContainerOptions, command: Sequence[str], *, here: bool, user: str | None = None) -> list[str]:
     """Return the command that runs a container in the foreground, on this machine (``here``) or on a host."""
     device = options.device(here=here)
     words = [options.runtime, "run", "--rm", "--init", "--name", options.name, "--label", f"{LABEL}=1"]
@@ -110,7 +110,7 @@ def host_script(options: ContainerOptions, command: Sequence[str]) -> str:
         [
             "clean() { trap '' TERM INT HUP EXIT; " + cleanup + "; }",
             "trap 'clean; exit 143' TERM INT HUP",
-            f"{make}{shlex.join(run_words(options, command, here=False))} &",
+            f"{make}{shlex.join(run_command(options, command, here=False))} &",
             "wait $!",
             "code=$?",
             "clean",

@@ -105,7 +105,7 @@ class Gang:
     _ends: list[WorkerEnd] = field(default_factory=list)
 
     @property
-    def waits(self) -> bool:
+    def needs_nodes(self) -> bool:
         """Whether it still needs nodes."""
         return not (self.refs or self._ends or self.stopped)
 
@@ -116,7 +116,7 @@ class Gang:
         if any(end.code != 0 for end in ends.values()):
             for ref in self.refs:
                 cancel(ref)
-        if self.refs or self.waits:
+        if self.refs or self.needs_nodes:
             return None
         return min(self._ends, key=_rank, default=WorkerEnd(self.task.stream, 130))
 
@@ -167,7 +167,7 @@ class RayEngine:
         self._needs = request.needs or {"CPU": 1.0}
         self._hosts_per_worker = request.hosts_per_worker
         try:
-            room = self._count_fitting()
+            room = self._count_workers()
         except UserError:
             self._ray.shutdown()
             raise
@@ -181,12 +181,12 @@ class RayEngine:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _fitting_nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._nodes() if _count_fits(node["Resources"], self._needs)]
+        return [node for node in self._nodes() if _workers_per_node(node["Resources"], self._needs)]
 
-    def _count_fitting(self) -> int:
+    def _count_workers(self) -> int:
         """Return how many workers fit now; raise if none does, with the resources of each node."""
         nodes = self._nodes()
-        fits = sum(_count_fits(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
+        fits = sum(_workers_per_node(node["Resources"], self._needs) for node in nodes) // self._hosts_per_worker
         if fits:
             return fits
         asked = ", ".join(f"{name}={amount:g}" for name, amount in self._needs.items())
@@ -295,7 +295,7 @@ class RayEngine:
 
     def _place_gangs(self) -> None:
         """Start gangs that wait, on a whole slice or on as many nodes as they need, if those are free."""
-        waiting = [gang for gang in self._gangs.values() if gang.waits]
+        waiting = [gang for gang in self._gangs.values() if gang.needs_nodes]
         if not waiting:
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -412,7 +412,7 @@ def _check_listening(address: str) -> None:
         ) from error
 
 
-def _count_fits(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
+def _workers_per_node(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
     """Return how many workers fit on an empty node."""
     return min(int(there.get(name, 0.0) / amount) for name, amount in needs.items())
 

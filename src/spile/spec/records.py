@@ -13,11 +13,6 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 Record = TypeVar("Record")
 
 
-def known_fields(cls: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that the dataclass has; fields that a newer version added are left out."""
-    return {each.name: found[each.name] for each in fields(cls) if each.name in found}
-
-
 def read_record(cls: type[Record], found: object) -> Record:
     """Return a dataclass, with the dataclasses inside of it, from untrusted JSON.
 

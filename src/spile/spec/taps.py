@@ -87,7 +87,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "flo
 SCALED = ("int8", "float8_e4m3")
 """One-byte dtypes with one scale per row: see :mod:`spile.store.shard`."""
 SCALE_BYTES = 4
-_SCALED_BY = 8
+_SCALED_MULTIPLE = 8
 """The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""
 _GRADIENT = "grad."
 """The prefix of a tap that is a gradient."""
@@ -122,7 +122,7 @@ class Tap:
         spec = self.spec
         if spec is not None and spec.dtype is not None:
             return spec.dtype
-        return "bfloat16" if store_dtype in SCALED and width % _SCALED_BY else store_dtype
+        return "bfloat16" if store_dtype in SCALED and width % _SCALED_MULTIPLE else store_dtype
 
     @classmethod
     def parse(cls, text: str) -> Tap:

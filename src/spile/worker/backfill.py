@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from spile.spec.identity import RunIdentity
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL, refuse_mean_of_ids
 from spile.spec.ranges import Ranges
-from spile.spec.records import known_fields
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, TapRows, row_bytes
@@ -229,7 +228,8 @@ def _read_samples(shard: ShardReader) -> list[Sample]:
         tokens, positions = all_tokens[starts[place] : starts[place + 1]], shard.positions(start, stop)
         roles = np.zeros(len(tokens), np.uint8)
         roles[positions] = shard.read_tensor("roles")[start:stop]
-        found.append(Sample(**{**known_fields(Sample, note), "tokens": tokens, "roles": roles, "positions": positions}))
+        known = {each.name: note[each.name] for each in fields(Sample) if each.name in note}
+        found.append(Sample(**{**known, "tokens": tokens, "roles": roles, "positions": positions}))
     return found
 
 
