@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spile.errors import SpecError
@@ -24,7 +24,9 @@ class Lengths:
     counted: Sequence[int]
     samples: int
     head: int | None = None
-    """The number of rows that were read, if ``samples`` is an estimate from them."""
+    """The number of dataset rows that were read, if ``samples`` is an estimate from them."""
+    counted_rows: Sequence[int] | None = None
+    """The numbers of stored activation rows of the counted samples; None if every token has one."""
 
     @property
     def exact(self) -> bool:
@@ -37,7 +39,20 @@ class Lengths:
 
     @property
     def tokens(self) -> int:
-        return sum(self.counted) if self.exact else round(self.mean * self.samples)
+        return self._extrapolate(self.counted)
+
+    @property
+    def rows(self) -> int:
+        """The number of activation rows that are stored."""
+        return self.tokens if self.counted_rows is None else self._extrapolate(self.counted_rows)
+
+    def first(self, samples: int) -> Lengths:
+        """Return the lengths of the first samples of the same data."""
+        rows = None if self.counted_rows is None else self.counted_rows[:samples]
+        return replace(self, samples=samples, counted=self.counted[:samples], counted_rows=rows)
+
+    def _extrapolate(self, counted: Sequence[int]) -> int:
+        return sum(counted) if self.exact or not counted else round(sum(counted) / len(counted) * self.samples)
 
     @property
     def error(self) -> float:

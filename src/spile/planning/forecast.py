@@ -49,8 +49,8 @@ class Forecast:
     lengths: Lengths
     skipped: int
     """Counted samples without rows."""
-    volume: Volume
-    """What the run will store."""
+    bytes_per_token: int
+    """What one token takes in a shard."""
     estimate: Estimate | None = None
     """Hours and dollars on the machine that was asked for."""
 
@@ -64,6 +64,13 @@ class Forecast:
             if price.on_demand:
                 text += f", ${price.on_demand:,.2f} on demand, ${price.preemptible:,.2f} preemptible"
         return f"<plan for {self.model}: {text}>"
+
+    @property
+    def volume(self) -> Volume:
+        """What the run will store."""
+        lengths, shard_bytes = self.lengths, self.spec.shard_size_gb * 1e9
+        rows = None if self.spec.positions == ALL else lengths.rows
+        return Volume(lengths.samples, lengths.tokens, self.bytes_per_token, shard_bytes, rows)
 
     @property
     def samples(self) -> int:
@@ -150,32 +157,29 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, read_all=whole)
     refuse_no_answers(spec, stream.prompt.kind)
     if stream.identity.head is None:
-        lengths, rows = _count(stream, spec, count, stream.identity.samples)
+        lengths = _count(stream, spec, count, stream.identity.samples)
     else:
-        lengths, rows = _estimate(spec, stream, tokenizer, count)
+        lengths = _estimate(spec, stream, tokenizer, count)
     token_bytes = row_bytes(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
     limit = spec.data.token_limit(token_bytes)
-    if limit is not None and rows.tokens > limit:
-        fewer = max(1, math.ceil(limit / rows.mean))
-        lengths, rows = (replace(each, samples=fewer, counted=each.counted[:fewer]) for each in (lengths, rows))
+    if limit is not None and lengths.rows > limit:
+        lengths = lengths.first(max(1, math.ceil(limit * lengths.samples / lengths.rows)))
     skipped = sum(not length for length in lengths.counted)
-    stored = None if spec.positions == ALL else rows.tokens
-    volume = Volume(lengths.samples, lengths.tokens, token_bytes, spec.shard_size_gb * 1e9, stored)
-    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, volume)
+    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, token_bytes)
 
 
-def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> tuple[Lengths, Lengths]:
-    """Return the lengths of ``count`` of the first ``samples`` samples, and their stored rows; None counts all."""
+def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> Lengths:
+    """Return the lengths of ``count`` of the first ``samples`` samples; None counts all."""
     most = spec.data.max_samples
     total = samples if most is None or samples is None else min(most, samples)
     done = Ranges() if total is None else _all_except(total, count)
     items = with_positions(stream.read(done), spec)
     found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
     samples = len(found) if total is None else total
-    return Lengths([tokens for tokens, _ in found], samples), Lengths([rows for _, rows in found], samples)
+    return Lengths([tokens for tokens, _ in found], samples, counted_rows=[rows for _, rows in found])
 
 
-def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> tuple[Lengths, Lengths]:
+def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> Lengths:
     """Return the lengths of samples at the beginning of a large dataset, and an estimate of the number of samples."""
     head, total = stream.identity.head or 0, estimate_rows(spec.data)
     total = head if total is None else max(head, total)
@@ -183,17 +187,15 @@ def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, cou
         prompt = replace(stream.prompt, pack=False)
         single = replace(spec, data=replace(spec.data, prompt=prompt, max_seq_length=1 << 20, max_samples=None))
         documents = open_stream(single.data, tokenizer, read_all=False)
-        tokens = replace(_count(documents, single, count, head)[0], samples=total, head=head).tokens
+        tokens = replace(_count(documents, single, count, head), samples=total, head=head).tokens
         length = spec.data.max_seq_length
         most = min(spec.data.max_samples or MAX_INDEX, max(1, tokens // length))
-        packed = Lengths([length], most, head)
-        return packed, packed
+        return Lengths([length], most, head)
     each = stream.prompt.predictions_per_task
-    lengths, rows = _count(stream, spec, count, head * each)
+    lengths = _count(stream, spec, count, head * each)
     if spec.data.max_samples is not None and spec.data.max_samples <= head * each:
-        return lengths, rows
-    samples = min(total * each, spec.data.max_samples or MAX_INDEX)
-    return replace(lengths, samples=samples, head=head), replace(rows, samples=samples, head=head)
+        return lengths
+    return replace(lengths, samples=min(total * each, spec.data.max_samples or MAX_INDEX), head=head)
 
 
 def _all_except(total: int, count: int) -> Ranges:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_packed_data_and_limits_are_estimated(large: Path) -> None:
     assert spile.plan("embedded", str(large), layers=0, max_samples=50).samples == 50
     few = spile.plan("embedded", str(large), layers=0, max_tokens=500)
     assert 500 <= few.tokens < 600
+
+
+@pytest.mark.parametrize("positions", ["all", "last"])
+def test_more_samples_store_more(positions: str) -> None:
+    """``spile deploy --dry-run`` multiplies the samples of one stream by the number of streams."""
+    one = spile.plan("embedded", "embedded", layers=0, positions=positions)
+    four = replace(one, lengths=replace(one.lengths, samples=4 * one.samples))
+    assert (four.samples, four.tokens, four.bytes) == (4 * one.samples, 4 * one.tokens, 4 * one.bytes)
+    assert one.bytes > 0
 
 
 def test_this_machine_comes_first_then_gpus_then_tpus(
