@@ -32,7 +32,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, row_bytes, tap_rows
-from spile.worker.producer import refuse_no_answers, with_positions
+from spile.worker.producer import check_answer_positions, with_positions
 from spile.worker.resolve import prompt_tokenizer
 from spile.worker.sizes import host_memory
 
@@ -155,7 +155,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=True)
     whole = spec.data.location.endswith(".json")  # one document, which is read as a whole in any case
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, read_all=whole)
-    refuse_no_answers(spec, stream.prompt.kind)
+    check_answer_positions(spec, stream.prompt.kind)
     if stream.identity.head is None:
         lengths = _count(stream, spec, count, stream.identity.samples)
     else:

@@ -46,7 +46,7 @@ from spile.worker.device import DeviceProducer, configure_jax, place_model
 from spile.worker.pipeline import Pipeline, ShardTask, Sink
 from spile.worker.producer import Control, Producer
 from spile.worker.progress import Progress, StatusFiles, Summary, summarize
-from spile.worker.resolve import model_of_run, rows_of, steering_of_run, use_device, wants_statistics
+from spile.worker.resolve import model_of_run, steering_of_run, tap_rows_of, use_device, wants_statistics
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_producers import make_torch_producer
 
@@ -348,5 +348,5 @@ def _check(spec: BackfillSpec, root: Folder) -> _Backfill:
     beyond = [str(tap) for tap in spec.taps if (tap.layer or 0) > last]
     if beyond:
         raise SpecError("--add-taps", expected=f"layers 0 to {last}, as the model has", found=", ".join(beyond))
-    rows = rows_of(files, spec.taps, run.store_dtype, backend)
+    rows = tap_rows_of(files, spec.taps, run.store_dtype, backend)
     return _Backfill(spec, root, run, streams, files, backend, rows)

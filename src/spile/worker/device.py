@@ -213,7 +213,7 @@ class DeviceProducer(Producer):
                 self._programs[shape] = self._compilers.submit(self.compile, shape)
             return self._programs[shape]
 
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
+    def await_program(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
         shape = self._shape(batch)
         if shape in self._compiled:
             return
@@ -222,7 +222,7 @@ class DeviceProducer(Producer):
         if not all(future.done() for future in futures):
             self._progress.phase(Phase.COMPILING, f"for {shape[0]} × {shape[1]} tokens")
         while wait(futures, timeout=_POLL).not_done:
-            if given_up():
+            if cancelled():
                 return
         self._compiled.add(shape)
         self._progress.compiled(time.perf_counter() - began)

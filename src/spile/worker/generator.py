@@ -51,7 +51,7 @@ from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.mesh import MeshPlan, arrange_devices, describe_mesh, device_memory
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
 from spile.worker.progress import Progress
-from spile.worker.sizes import first_lengths, host_memory
+from spile.worker.sizes import host_memory, remaining_lengths
 
 if TYPE_CHECKING:
     from spile.worker.resolve import ResolvedRun
@@ -483,7 +483,7 @@ def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
     """
     if jax.process_count() > 1:
         return run.spec.data.max_seq_length, run.expected_samples(Ledger())
-    lengths = first_lengths(reader, _LOOK_TOKENS)
+    lengths = remaining_lengths(reader, _LOOK_TOKENS)
     if lengths is None:
         return run.spec.data.max_seq_length, None
     return max(lengths, default=1), len(lengths)

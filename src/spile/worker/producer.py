@@ -89,8 +89,8 @@ class Producer:
     def prepare(self, batch: Batch) -> None:
         """Compile for batches like this one in the background. Never blocks."""
 
-    def await_program(self, batch: Batch, given_up: Callable[[], bool]) -> None:
-        """Wait, possibly for minutes, until a batch of this shape can start at once, or until ``given_up``."""
+    def await_program(self, batch: Batch, cancelled: Callable[[], bool]) -> None:
+        """Wait, possibly for minutes, until a batch of this shape can start at once or ``cancelled`` returns True."""
 
     def start(self, batch: Batch) -> Any:
         """Start computing and return at once.
@@ -205,8 +205,8 @@ class TokenLimit:
             yield item
 
 
-def refuse_no_answers(spec: ExtractSpec, kind: str) -> None:
-    """Refuse ``--positions answer`` for prompts, which have no answers; in chats the assistant's words are."""
+def check_answer_positions(spec: ExtractSpec, kind: str) -> None:
+    """Refuse ``--positions answer`` for data without answers; in a chat, the messages of the assistant are answers."""
     if spec.positions == ANSWER and spec.generation is None and kind != "chat":
         raise SpecError(
             "--positions answer",

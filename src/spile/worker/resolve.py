@@ -47,7 +47,7 @@ from spile.store.run import join_run, read_run
 from spile.store.stream import read_stream
 from spile.worker.batches import Sizes
 from spile.worker.mesh import select_device
-from spile.worker.producer import check_tokens, refuse_no_answers
+from spile.worker.producer import check_answer_positions, check_tokens
 from spile.worker.progress import Progress
 from spile.worker.sizes import choose_sizes
 from spile.worker.torch_backend import (
@@ -61,8 +61,8 @@ from spile.worker.torch_backend import (
 
 
 def add_stop_tokens(generation: GenerationSpec, files: model_files.ModelFiles, tokenizer: Tokenizer) -> GenerationSpec:
-    """Return the settings with the numbers of all stop tokens: the model's own and those of ``--stop``."""
-    tokens = {*_own_stops(files, tokenizer), *(_token_number(text, tokenizer) for text in generation.stop)}
+    """Return the settings with the ids of all stop tokens: the model's own and those of ``--stop``."""
+    tokens = {*_model_stop_tokens(files, tokenizer), *(_token_id(text, tokenizer) for text in generation.stop)}
     if not tokens:
         raise ModelError(
             f"{files.name} names no token that ends an answer",
@@ -73,7 +73,7 @@ def add_stop_tokens(generation: GenerationSpec, files: model_files.ModelFiles, t
     return replace(generation, stop_tokens=tuple(sorted(tokens)))
 
 
-def _own_stops(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
+def _model_stop_tokens(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     found = set() if tokenizer.eos is None else {tokenizer.eos}
     file = files.tokenizer_folder / GENERATION
     if file.is_file():
@@ -85,14 +85,14 @@ def _own_stops(files: model_files.ModelFiles, tokenizer: Tokenizer) -> set[int]:
     return found
 
 
-def _token_number(text: str, tokenizer: Tokenizer) -> int:
-    known: int | None = tokenizer.backend.token_to_id(text)
-    if known is not None:
-        return known
-    made = tokenizer.encode([text], add_special=False)[0].tokens
-    if len(made) != 1:
-        raise SpecError("--stop", expected="the text of one token", found=f"{text!r}, which is {len(made)} tokens")
-    return int(made[0])
+def _token_id(text: str, tokenizer: Tokenizer) -> int:
+    token: int | None = tokenizer.backend.token_to_id(text)
+    if token is not None:
+        return token
+    tokens = tokenizer.encode([text], add_special=False)[0].tokens
+    if len(tokens) != 1:
+        raise SpecError("--stop", expected="the text of one token", found=f"{text!r}, which is {len(tokens)} tokens")
+    return int(tokens[0])
 
 
 def prompt_tokenizer(files: model_files.ModelFiles, prompt: PromptSpec, *, optional: bool) -> Tokenizer:
@@ -108,18 +108,18 @@ def prompt_tokenizer(files: model_files.ModelFiles, prompt: PromptSpec, *, optio
 
 
 def find_model(
-    spec: ExtractSpec, known: RunIdentity | None, url: str
+    spec: ExtractSpec, existing: RunIdentity | None, url: str
 ) -> tuple[model_files.ModelFiles, Literal["jax", "torch"]]:
     """Find the files of the model and choose the backend that runs it.
 
     An existing run keeps its backend unless the user declares the numbers of the other one equal.
     """
-    began = None if known is None else known.backend
-    backend = spec.backend if spec.backend != "auto" else began
-    if began is not None and backend != began and not spec.same_numbers:
+    run_backend = None if existing is None else existing.backend
+    backend = spec.backend if spec.backend != "auto" else run_backend
+    if run_backend is not None and backend != run_backend and not spec.same_numbers:
         raise RunMismatch(
-            f"{url} was begun with --backend {began}",
-            expected=f"--backend {began}",
+            f"{url} was begun with --backend {run_backend}",
+            expected=f"--backend {run_backend}",
             found=f"--backend {backend}",
             fix="leave out --backend, declare the numbers of both equal with --same-numbers, or give another --output",
         )
@@ -131,7 +131,7 @@ def find_model(
         except UnsupportedModel as unsupported:
             if backend == "jax":
                 raise
-            _refuse_no_torch(spec.model, unsupported)
+            _require_installed_torch(spec.model, unsupported)
     require_torch()
     if jax.process_count() > 1:
         raise SpecError("--backend torch", expected="one process", found=f"a pod of {jax.process_count()}")
@@ -161,7 +161,7 @@ def model_of_run(
     return files, backend
 
 
-def _refuse_no_torch(model: str, unsupported: UnsupportedModel) -> None:
+def _require_installed_torch(model: str, unsupported: UnsupportedModel) -> None:
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedModel(
             f"{model} needs PyTorch, which is not installed: {unsupported.problem}",
@@ -180,12 +180,12 @@ def check_editable(tap: Tap, config: ModelConfig, flag: str) -> int:
     return tap_rows(tap, config.sizes(tap.layer), "float32").width
 
 
-def read_steering(words: Sequence[str], config: ModelConfig) -> Steering | None:
-    """Read the vectors of ``--steer`` and check that they fit the model; None without words."""
-    if not words:
+def read_steering(texts: Sequence[str], config: ModelConfig) -> Steering | None:
+    """Read the vectors of ``--steer`` and check that they fit the model; None if there are none."""
+    if not texts:
         return None
-    steers = [Steer.parse(word) for word in words]
-    values = [_read_change(steer, config, f"--steer {word}") for steer, word in zip(steers, words, strict=True)]
+    steers = [Steer.parse(text) for text in texts]
+    values = [_read_change(steer, config, f"--steer {text}") for steer, text in zip(steers, texts, strict=True)]
     return Steering(tuple(each.tap for each in steers), tuple(each.kind for each in steers), tuple(values))
 
 
@@ -261,7 +261,9 @@ def steering_of_run(run: RunIdentity, config: ModelConfig) -> Steering | None:
     return steering
 
 
-def rows_of(files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str) -> tuple[TapRows, ...]:
+def tap_rows_of(
+    files: model_files.ModelFiles, taps: Sequence[Tap], store_dtype: str, backend: str
+) -> tuple[TapRows, ...]:
     """Return name, shape and dtype of the stored rows of each tap."""
     if backend == "torch":
         if any(tap.gradient for tap in taps):
@@ -337,37 +339,39 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
     with progress.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         auto = spec.device == "auto"
         devices = threads.submit(progress.span("devices")(select_device), "auto") if auto else None
-        home = open_folder(spec.output)
-        root = home if spec.local_copy is None else MirrorFolder(home, open_folder(spec.local_copy))
-        known = read_run(root)
-        files, backend = find_model(spec, known, root.url)
-        platform = devices.result if devices and backend == "jax" else partial(use_device, spec.device, backend)
+        output = open_folder(spec.output)
+        root = output if spec.local_copy is None else MirrorFolder(output, open_folder(spec.local_copy))
+        existing = read_run(root)
+        files, backend = find_model(spec, existing, root.url)
+        get_platform = devices.result if devices and backend == "jax" else partial(use_device, spec.device, backend)
         if not auto:
-            platform()  # at once: there is no fallback for a device that the user names
-        names = spec.stream_names if known is None else known.folders
+            get_platform()  # at once: there is no fallback for a device that the user names
+        names = spec.stream_names if existing is None else existing.folders
         spec = replace(spec, backend=backend, stream_names=names)
-        spec = within_positions(spec, files, backend)
+        spec = limit_to_learned_positions(spec, files, backend)
         weights = threads.submit(progress.span("the weights' checksum")(files.weights_hash))
-        return _resolve(spec, root, known, files, platform, weights)
+        return _resolve(spec, root, existing, files, get_platform, weights)
 
 
 def _resolve(
     spec: ExtractSpec,
     root: Folder,
-    known: RunIdentity | None,
+    existing: RunIdentity | None,
     files: model_files.ModelFiles,
-    platform: Callable[[], str],
+    get_platform: Callable[[], str],
     weights: Future[str],
 ) -> ResolvedRun:
     taps = spec.selected_taps(files.config.n_layers)
     generation = spec.generation
     taps = () if generation is not None and generation.capture == "none" else taps
-    rows = rows_of(files, taps, spec.store_dtype, spec.backend)
+    rows = tap_rows_of(files, taps, spec.store_dtype, spec.backend)
     steering = _steering(spec, files.config)
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
-    spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, known)))
+    spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, existing)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
-    spec = replace(spec, dtype=_compute_dtype(spec, known, platform))
+    if spec.dtype == "auto":
+        dtype: Any = existing.dtype if existing else compute_dtype_for(get_platform())
+        spec = replace(spec, dtype=dtype)
     identity = RunIdentity(
         model=files.name,
         revision=files.revision,
@@ -382,7 +386,7 @@ def _resolve(
         long=spec.data.long,
         dtype=spec.dtype,
         store_dtype=spec.store_dtype,
-        backend=known.backend if known is not None and spec.same_numbers else spec.backend,
+        backend=existing.backend if existing is not None and spec.same_numbers else spec.backend,
         adapter=spec.adapter,
         vocab_size=files.config.vocab_size or None,
         keep=tuple(sorted(kept_fields(samples.prompt, spec.data))),
@@ -398,15 +402,9 @@ def _resolve(
         # After the identity: packed documents that end within these samples would have a count that others have not.
         first = islice(samples.read(Ranges()), _CHECKED_SAMPLES)
         check_tokens((item for item in first if isinstance(item, Sample)), files.config.vocab_size)
-    if known is not None:
+    if existing is not None:
         join_run(root, identity)  # compares: a run with other numbers is refused before anything is loaded
     return ResolvedRun(spec, root, files, taps, rows, samples, identity, stream, tokenizer, steering)
-
-
-def _compute_dtype(spec: ExtractSpec, known: RunIdentity | None, platform: Callable[[], str]) -> Any:
-    if spec.dtype != "auto":
-        return spec.dtype
-    return known.dtype if known else compute_dtype_for(platform())
 
 
 def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
@@ -415,7 +413,7 @@ def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
         raise SpecError("--gradients loss", expected="spile extract", found="spile infer", fix="extract the answers")
     if spec.steer and spec.backend == "torch":
         raise SpecError("--steer", expected="a model that runs in JAX", found="--backend torch")
-    at_end = [word for word in spec.steer if Steer.parse(word).tap.kind == "final_norm"]
+    at_end = [text for text in spec.steer if Steer.parse(text).tap.kind == "final_norm"]
     if at_end and spec.generation is not None:
         raise SpecError(f"--steer {at_end[0]}", expected="a tap before the final norm", found="final_norm")
     return read_steering(spec.steer, config)
@@ -427,11 +425,11 @@ def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabul
     record = None if spec.overwrite else read_stream(folder)
     stored = None if record is None else record.identity
     samples = open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
-    refuse_no_answers(spec, samples.prompt.kind)
+    check_answer_positions(spec, samples.prompt.kind)
     return samples
 
 
-def within_positions(spec: ExtractSpec, files: model_files.ModelFiles, backend: str) -> ExtractSpec:
+def limit_to_learned_positions(spec: ExtractSpec, files: model_files.ModelFiles, backend: str) -> ExtractSpec:
     """Return a spec whose samples, answers included, are not longer than the model's learned positions.
 
     The default of ``--max-seq-length`` is lowered; another value that is too large is refused.
@@ -450,10 +448,10 @@ def within_positions(spec: ExtractSpec, files: model_files.ModelFiles, backend: 
     )
 
 
-def _fields_to_keep(data: DataSpec, known: RunIdentity | None) -> tuple[str, ...]:
+def _fields_to_keep(data: DataSpec, existing: RunIdentity | None) -> tuple[str, ...]:
     """Return the fields to store with each sample: those named, those of the existing run, or all short ones."""
     if data.keep or data.prompt.pack:
         return data.keep
-    if known is not None:
-        return known.keep
+    if existing is not None:
+        return existing.keep
     return (EVERY_FIELD,) if data.rows is not None else default_keep(data.location)

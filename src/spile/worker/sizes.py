@@ -50,7 +50,8 @@ def choose_sizes(spec: ExtractSpec, bytes_per_token: int, config: ModelConfig | 
         longest=spec.data.max_seq_length,
         shard_bytes=shard_bytes * jax.process_count(),  # each host of a pod writes its own file
         writers=writers,
-        finishers=_finishers(spec.output),
+        # The next shard is uploaded to a bucket while the last one is completed. Hosts of a pod commit in one order.
+        finishers=2 if is_remote(spec.output) and jax.process_count() == 1 else None,
         in_flight=in_flight(writers, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
         shortest_row=_ROWS[jax.default_backend()][0],
         short_tail=_ROWS[jax.default_backend()][1] and _needs_own_program(spec, tokens, config),
@@ -62,17 +63,18 @@ def sizes_for_stream(sizes: Sizes, spec: ExtractSpec, reader: SampleReader, grou
     sizes = replace(sizes, groups=groups)
     if spec.batch_tokens is not None or spec.batch_size is not None or spec.data.prompt.pack:
         return sizes
-    lengths = first_lengths(reader, sizes.batch_tokens * groups)
+    lengths = remaining_lengths(reader, sizes.batch_tokens * groups)
     return sizes if lengths is None else sizes.for_samples(lengths, groups)
 
 
-def first_lengths(reader: SampleReader, most: int) -> list[int] | None:
+def remaining_lengths(reader: SampleReader, most: int) -> list[int] | None:
     """Return the lengths of all samples that are left, or None if they have more than ``most`` tokens in total."""
     lengths: list[int] = []
     tokens = 0
     for number, item in enumerate(reader.peek()):
-        lengths += [len(item)] if isinstance(item, Sample) else []
-        tokens += len(item) if isinstance(item, Sample) else 0
+        if isinstance(item, Sample):
+            lengths.append(len(item))
+            tokens += len(item)
         if tokens > most or number >= most:
             return None
     return lengths
@@ -108,14 +110,6 @@ def _writers(output: str) -> int:
     if jax.default_backend() == "cpu" or is_remote(output) or jax.process_count() > 1:
         return 1
     return min(_MOST_WRITERS, max(1, (os.cpu_count() or 2) // 2))
-
-
-def _finishers(output: str) -> int | None:
-    """Return 2 for a bucket: the next shard is uploaded while the last one is completed and committed.
-
-    The hosts of a pod commit together and in one order, so each has one.
-    """
-    return 2 if is_remote(output) and jax.process_count() == 1 else None
 
 
 def in_flight(writers: int, batch_bytes: int, memory: int) -> int:

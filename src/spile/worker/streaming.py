@@ -278,12 +278,12 @@ class ProcessWorker:
     """A process on this machine, connected by a pipe that only it inherits."""
 
     def __init__(self, job: _Job, environment: Mapping[str, str]) -> None:
-        self._connection, theirs = Pipe()
-        with theirs:
+        self._connection, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "spile.worker.streaming", str(theirs.fileno())],
+                [sys.executable, "-m", "spile.worker.streaming", str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 env={**os.environ, **environment},
             )
         self.close = weakref.finalize(self, _end_process, self._process, self._connection)
@@ -299,7 +299,7 @@ class ProcessWorker:
 
     def fetch(self, pending: Any) -> list[list[RowBlock]]:  # noqa: ARG002 - batches come back in their order
         """Wait for the rows of the oldest batch that was sent."""
-        return [[self._block(*each) for each in of_tap] for of_tap in self._receive()]
+        return [[self._block(*each) for each in blocks] for blocks in self._receive()]
 
     def _block(self, group: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowBlock:
         rows = np.empty(shape, dtype)
@@ -339,10 +339,10 @@ def serve(connection: Connection) -> None:
             computer = BatchComputer(*connection.recv())
             connection.send(computer.groups())
             while True:
-                blocks = computer.compute(connection.recv())
+                taps = computer.compute(connection.recv())
                 # Arrays as bytes: pickling them would be eight times as slow.
-                connection.send([[(group, rows.shape, rows.dtype) for group, rows in of_tap] for of_tap in blocks])
-                for block in chain.from_iterable(blocks):
+                connection.send([[(group, rows.shape, rows.dtype) for group, rows in blocks] for blocks in taps])
+                for block in chain.from_iterable(taps):
                     if block.rows.nbytes:
                         connection.send_bytes(block.rows.view(np.uint8).reshape(-1).data)
         except SpileError as error:
@@ -518,7 +518,7 @@ class ActivationStream(ShuffledReaders):
         if self._store and plan.parts > 1:
             raise UserError("part", expected="one reader if rows are stored", found=f"{plan.parts} readers")
         with self._lock:
-            self._end(UserError("a reader of this stream was used again", found="another one began after it"))
+            self._end_pass(UserError("a reader of this stream was used again", found="another one began after it"))
             stream = self._join() if self._store else None
             done = Ranges() if stream is None else stream.ledger.done
             store = None if stream is None else Sink(stream)
@@ -534,9 +534,9 @@ class ActivationStream(ShuffledReaders):
         finally:
             with self._lock:
                 if self._current is not None and self._current[0] is feed:
-                    self._end(ReaderClosed())
+                    self._end_pass(ReaderClosed())
 
-    def _end(self, why: BaseException) -> None:
+    def _end_pass(self, why: BaseException) -> None:
         """End the pass that is running, if any: its reader gets this error if it is used again."""
         if self._current is not None:
             feed, stop, thread = self._current
@@ -599,7 +599,7 @@ class ActivationStream(ShuffledReaders):
     def close(self) -> None:
         """End the reader, and release the model."""
         with self._lock:
-            self._end(UserError("the stream was closed"))
+            self._end_pass(UserError("the stream was closed"))
         if self._producer is not None:
             self._producer.close()
             self._producer = None

@@ -34,14 +34,14 @@ from spile.spec.taps import Tap, tap_rows
 from spile.worker.batches import Sizes, batches
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import arrange_devices
-from spile.worker.producer import Producer, refuse_no_answers, rows_by_sample, with_positions
+from spile.worker.producer import Producer, check_answer_positions, rows_by_sample, with_positions
 from spile.worker.resolve import (
     check_editable,
     compute_dtype_for,
     find_model,
+    limit_to_learned_positions,
     prompt_tokenizer,
     use_device,
-    within_positions,
 )
 from spile.worker.torch_backend import load_replicas
 from spile.worker.torch_producers import TorchProducer
@@ -239,7 +239,7 @@ class Model:
         if spec.positions == MEAN:
             fix = 'use acts.numpy(tap, positions="mean") on the result'
             raise SpecError("positions", expected="a choice of tokens", found="'mean'", fix=fix)
-        return within_positions(spec, self.files, self.spec.backend)
+        return limit_to_learned_positions(spec, self.files, self.spec.backend)
 
     def _samples(self, data: Any, spec: RunSpec) -> list[Sample | Skip]:
         """Tokenize the data, and choose the positions whose rows are returned."""
@@ -254,7 +254,7 @@ class Model:
         if spec.data.prompt.template_from is not None:
             tokenizer = prompt_tokenizer(self.files, spec.data.prompt, optional=True)
         stream = open_stream(source, tokenizer, self.files.config.vocab_size, read_all=True)
-        refuse_no_answers(spec, stream.prompt.kind)
+        check_answer_positions(spec, stream.prompt.kind)
         return list(with_positions(stream.read(Ranges()), spec))
 
     # -- computing ------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def test_no_program_is_waited_for_that_the_device_has_no_room_for(tmp_path):
     awaited, refused = [], []
 
     class Watched(NumpyProducer):
-        def await_program(self, batch, given_up):
+        def await_program(self, batch, cancelled):
             awaited.append((batch.rows * batch.length, min(refused, default=math.inf)))
 
         def start(self, batch):
