@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from spile.cli.aliases import GUIDE_DATASET
 from spile.cli.flags import log, stream_numbers
-from spile.data.convert import ItemTally, RowSelection
+from spile.data.convert import RowSelection, RowTally
 from spile.data.convert import convert as convert_dataset
 from spile.data.manifest import MANIFEST, StreamsManifest, read_manifest
 from spile.data.manifest import upload as upload_streams
@@ -174,7 +174,7 @@ def _existing_streams(url: str, count: int, seed: int, *, some: bool, overwrite:
     return existing
 
 
-def _print_tally(tally: ItemTally) -> None:
+def _print_tally(tally: RowTally) -> None:
     rejected = sum(tally.rejected.values())
     unused = f", {rejected:,} could not be used:" if rejected else ""
     log(f"{tally.rows:,} rows read, {tally.samples:,} samples{unused}")

@@ -102,7 +102,7 @@ class RowSelection:
 
 
 @dataclass
-class ItemTally:
+class RowTally:
     """Counts of the rows read, used and rejected, by reason."""
 
     rows: int = 0
@@ -125,7 +125,7 @@ class ItemTally:
             self.shown.append(f"{row.place}: {reason}")
 
 
-Progress = Callable[[ItemTally], None]
+Progress = Callable[[RowTally], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class DuplicateFinder:
 def usable_rows(
     source: RowSource,
     selection: RowSelection,
-    tally: ItemTally,
+    tally: RowTally,
     *,
     arc_only: bool = False,
     keep_rejected: bool = False,
@@ -286,7 +286,7 @@ def _from_pairs(pairs: Any) -> dict[str, Any]:
     return {"train": made[:-1], "test": made[-1:]}
 
 
-def check_result(tally: ItemTally, names: DuplicateFinder, source: RowSource, selection: RowSelection) -> None:
+def check_result(tally: RowTally, names: DuplicateFinder, source: RowSource, selection: RowSelection) -> None:
     """Raise an error if no row of the source is usable, or if a task id occurs twice."""
     if tally.samples == 0:
         why = "; ".join(f"{count} × {reason}" for reason, count in tally.rejected.most_common(3))
@@ -299,7 +299,7 @@ def check_result(tally: ItemTally, names: DuplicateFinder, source: RowSource, se
     repeat = names.first_repeat()
     if repeat is not None:
         one = replace(selection, start_index=repeat[0], end_index=repeat[0] + 1, max_samples=None)
-        name = next((item.task_id for item in usable_rows(source, one, ItemTally())), "")
+        name = next((item.task_id for item in usable_rows(source, one, RowTally())), "")
         raise DataError(
             f"task id {name!r} occurs twice in {source.origin['dataset']}",
             expected="each id once",
@@ -317,7 +317,7 @@ class Converted:
     """The result of a conversion."""
 
     files: tuple[Path, ...]
-    tally: ItemTally
+    tally: RowTally
 
 
 def convert(
@@ -339,7 +339,7 @@ def convert(
     pair = format == "arc-json"
     files = (output / CHALLENGES, output / ANSWERS) if pair else (output,)
     before, between, after = (b"{\n", b",\n", b"\n}\n") if pair else (b"", b"", b"")
-    tally, names, unnamed = ItemTally(), DuplicateFinder(), set[str]()
+    tally, names, unnamed = RowTally(), DuplicateFinder(), set[str]()
     with workspace(files[0].parent) as work, ExitStack() as stack:
         handles = [stack.enter_context((work / file.name).open("wb", buffering=1 << 20)) for file in files]
         for item in usable_rows(source, selection, tally, arc_only=True, progress=progress):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spile.data.arc.prompts import shuffled
-from spile.data.convert import DuplicateFinder, ItemTally, Progress, RowSelection, check_result, usable_rows, workspace
+from spile.data.convert import DuplicateFinder, Progress, RowSelection, RowTally, check_result, usable_rows, workspace
 from spile.data.manifest import (
     MANIFEST,
     StreamEntry,
@@ -42,7 +42,7 @@ class Streams:
 
     manifest: StreamsManifest
     written: tuple[str, ...]
-    tally: ItemTally
+    tally: RowTally
 
 
 class _Writer:
@@ -124,11 +124,11 @@ def _write(
     selection: RowSelection,
     seed: int,
     progress: Progress | None,
-) -> tuple[StreamsManifest, ItemTally]:
+) -> tuple[StreamsManifest, RowTally]:
     """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_file(n) if n in chosen else None, buffer) for n in range(num_streams)]
-    tally, names, order = ItemTally(), DuplicateFinder(), list[int]()
+    tally, names, order = RowTally(), DuplicateFinder(), list[int]()
     items = usable_rows(source, selection, tally, keep_rejected=True, progress=progress)
     for place, item in enumerate(items):
         if place % num_streams == 0:

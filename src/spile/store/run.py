@@ -192,6 +192,12 @@ def read_spec(location: str) -> RunSpec:
 
 
 def read_run(root: Folder) -> RunIdentity | None:
+    """Read the ``run.json`` of a dataset; return None if there is none.
+
+    Raises:
+        Damaged: If it is malformed, or if its content does not match its fingerprint.
+
+    """
     record = _read_record(root)
     if record is None:
         return None

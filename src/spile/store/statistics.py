@@ -83,10 +83,10 @@ class TapStatistics:
     def norm_quantile(self, q: float) -> float:
         """Return the norm below which this fraction of the rows is, within 2 %, and never above the largest norm."""
         left, found = q * self.count, max(self.norms, default=_ZERO)
-        for place, count in sorted(self.norms.items()):
+        for index, count in sorted(self.norms.items()):
             left -= count
             if left <= 0:
-                found = place
+                found = index
                 break
         return min([_middle(found), *(row.norm for row in self.top[:1])])
 
@@ -98,7 +98,7 @@ class TapStatistics:
     @property
     def sinks(self) -> int:
         """The number of rows above :attr:`sink_norm`, with the precision of the bins."""
-        return sum(count for place, count in self.norms.items() if _middle(place) > self.sink_norm)
+        return sum(count for index, count in self.norms.items() if _middle(index) > self.sink_norm)
 
     def _total(self) -> _Array:
         if not self.sums:
@@ -109,7 +109,7 @@ class TapStatistics:
         """Return the statistics as a commit stores them: without the sums, which are a tensor of the shard."""
         return {
             "count": self.count,
-            "norms": {str(place): count for place, count in sorted(self.norms.items())},
+            "norms": {str(index): count for index, count in sorted(self.norms.items())},
             "top": [[float(f"{row.norm:.6g}"), *row[1:4]] for row in self.top],
         }
 
@@ -119,7 +119,7 @@ class TapStatistics:
         try:
             found = cls(
                 count=int(fields["count"]),
-                norms={int(place): int(count) for place, count in fields["norms"].items()},
+                norms={int(index): int(count) for index, count in fields["norms"].items()},
                 top=tuple(
                     TopRow(float(norm), int(token), int(sample), int(position), stream)
                     for norm, token, sample, position in fields["top"]
@@ -127,12 +127,12 @@ class TapStatistics:
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return None
-        places = [place for place in found.norms if place != _ZERO]
+        indices = [index for index in found.norms if index != _ZERO]
         counts = [found.count, *found.norms.values()]
         known = min(counts) >= 0 and max(counts) < _MAX_ROWS and sum(found.norms.values()) <= found.count
         finite = all(0 <= row.norm < math.inf for row in found.top)
         ordered = [row.norm for row in found.top] == sorted((row.norm for row in found.top), reverse=True)
-        return found if known and finite and ordered and all(abs(place) <= _MAX_BIN for place in places) else None
+        return found if known and finite and ordered and all(abs(index) <= _MAX_BIN for index in indices) else None
 
     def summary(self) -> dict[str, Any]:
         """Return a readable summary, as ``metadata.json`` contains it."""
@@ -141,13 +141,13 @@ class TapStatistics:
         return {"count": self.count, "norms": quantiles, "sinks": self.sinks, "sink_tokens": tokens}
 
 
-def bin_edge(place: int) -> float:
+def bin_edge(index: int) -> float:
     """Return the smallest norm of a bin."""
-    return 0.0 if place in (_ZERO, _ZERO + 1) else math.exp(place * _GROWTH)
+    return 0.0 if index in (_ZERO, _ZERO + 1) else math.exp(index * _GROWTH)
 
 
-def _middle(place: int) -> float:
-    return 0.0 if place == _ZERO else math.exp((place + 0.5) * _GROWTH)
+def _middle(index: int) -> float:
+    return 0.0 if index == _ZERO else math.exp((index + 0.5) * _GROWTH)
 
 
 class TapAccumulator:
@@ -175,8 +175,8 @@ class TapAccumulator:
 
     def _count(self, norms: _Array) -> None:
         with np.errstate(divide="ignore", invalid="ignore"):
-            places = np.where(norms == 0, _ZERO, np.floor(np.log(norms) / _GROWTH))
-        found, counts = np.unique(places[np.isfinite(places)].astype(np.int64), return_counts=True)
+            indices = np.where(norms == 0, _ZERO, np.floor(np.log(norms) / _GROWTH))
+        found, counts = np.unique(indices[np.isfinite(indices)].astype(np.int64), return_counts=True)
         self._norms.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
 
     def _rank(self, norms: _Array, tokens: _Array, samples: _Array, positions: _Array) -> None:
