@@ -145,7 +145,7 @@ def test_steering_equals_hooks_of_transformers(case: str, tmp_path: Path) -> Non
 def test_steered_scans_and_packed_rows_equal_single_layers_and_samples() -> None:
     config = replace(cases.config("gemma2"), n_layers=8, windows=(5, None) * 4)
     params = random(config, jax.random.key(0), head=True)
-    runs = layer_runs(config, (), 8, most=8)
+    runs = layer_runs(config, (), 8, max_steps=8)
     assert [run.period for run in runs] == [2]
     taps = tuple(Tap("residual", layer) for layer in range(8))
     edits = (Tap("residual", 3), Tap("mlp", 4), Tap("z", 6, (1, 3)), Tap("resid_pre", 5))

@@ -355,7 +355,7 @@ def residual_stream(
     return x
 
 
-AttendWith = Callable[[Array, Array, Array, Any, AttentionOptions, Hook], tuple[Array, Any]]
+StatefulAttention = Callable[[Array, Array, Array, Any, AttentionOptions, Hook], tuple[Array, Any]]
 """The attention of any layer: takes rotated queries, rotated keys, values, a state, the layer's options and a function
 for taps; returns the output of the heads and the new state."""
 
@@ -368,7 +368,7 @@ class Layers:
         config: ModelConfig,
         windows: Sequence[int | None],
         angles: Sequence[Angles | None],
-        attend: AttendWith,
+        attend: StatefulAttention,
         mixture: str | Mixture,
         *,
         remat: bool = False,

@@ -34,9 +34,9 @@ from spile.models.attention import (
     scale_scores,
 )
 from spile.models.decoder import (
-    AttendWith,
     Keep,
     Layers,
+    StatefulAttention,
     TapCollector,
     TokenInfo,
     bind_edits,
@@ -264,7 +264,7 @@ def _run_layers(
     params: Params,
     tokens: Int[Array, "groups rows seq"],
     place: Int[Array, "groups rows seq"],
-    attend: AttendWith,
+    attend: StatefulAttention,
     caches: Sequence[_Caches],
     config: ModelConfig,
     mixture: Mixture,

@@ -53,8 +53,8 @@ def choose_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, itemsiz
     return layer_runs(config, taps, n_layers, max(1, _STACK_BYTES // (max(sizes) * itemsize)))
 
 
-def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: int) -> tuple[LayerRun, ...]:
-    """Group the layers greedily into runs of at most ``most`` steps."""
+def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, max_steps: int) -> tuple[LayerRun, ...]:
+    """Group the layers greedily into runs of at most ``max_steps`` steps."""
     kinds = [_kind(config, taps, layer) for layer in range(n_layers)]
     runs: list[LayerRun] = []
     first = 0
@@ -62,7 +62,7 @@ def layer_runs(config: ModelConfig, taps: Sequence[Tap], n_layers: int, most: in
         every = (LayerRun(first, period, _repeats(kinds[first:], period)) for period in range(1, _MAX_PERIOD + 1))
         scans = (run for run in every if run.steps >= _MIN_STEPS)
         found = max(scans, key=lambda run: run.stop, default=LayerRun(first))
-        run = replace(found, steps=min(found.steps, most))
+        run = replace(found, steps=min(found.steps, max_steps))
         runs.append(run if run.steps >= _MIN_STEPS else LayerRun(first))
         first = runs[-1].stop
     return tuple(runs)
