@@ -15,7 +15,7 @@ from spile.objects.folder import (
     Unfinished,
     Unwritable,
     Writer,
-    possible_prefix,
+    is_valid_prefix,
     read_chunks,
 )
 
@@ -72,7 +72,7 @@ def open_folder(url: str) -> Folder:
     if not bucket:
         raise SpecError(f"no bucket in {url}", expected=f"{scheme}://bucket/prefix")
     prefix = prefix.strip("/")
-    if not _BUCKET.fullmatch(bucket) or (prefix and not possible_prefix(f"{prefix}/")):
+    if not _BUCKET.fullmatch(bucket) or (prefix and not is_valid_prefix(f"{prefix}/")):
         raise SpecError(
             f"{url} is not a valid folder of a bucket",
             expected=f"{scheme}://bucket/prefix, with no empty part, . or .. in it",

@@ -30,7 +30,7 @@ from spile.objects.folder import (
     Stats,
     Unfinished,
     checked_key,
-    possible_prefix,
+    is_valid_prefix,
     read_ahead,
     run_interruptibly,
 )
@@ -42,13 +42,13 @@ PART = 16 << 20
 _PARALLEL_PARTS = 8
 _PART_RETRIES = 8
 """How often obstore retries a part. Longer outages fail the upload, which is then started again and counted."""
-_PART_PATIENCE = 5
+_PART_TIMEOUT_FACTOR = 5
 """A part may take this many times ``SPILE_HTTP_TIMEOUT``, because the answer arrives after the whole part was sent."""
-_READERS = 48
+_PARALLEL_READS = 48
 """Small objects read in parallel from one bucket."""
 _PAGE = 1000
 _BLOCK = 2 << 20
-_KEEP_FREE = 2
+_MAX_FREE_BLOCKS = 2
 
 Result = TypeVar("Result")
 Bytes = NDArray[np.uint8]
@@ -95,7 +95,7 @@ class _Connection:
         self.obstore, stores = _load_obstore()
         seconds = http_timeout()
         self.store = cloud.open(stores, seconds, 0)
-        self.upload_store = cloud.open(stores, _PART_PATIENCE * seconds, _PART_RETRIES)
+        self.upload_store = cloud.open(stores, _PART_TIMEOUT_FACTOR * seconds, _PART_RETRIES)
         self.errors = (self.obstore.exceptions.BaseError, OSError, ValueError)
 
 
@@ -118,7 +118,7 @@ class Bucket:
                 self._connection = _Connection(self.cloud)
             return self._connection
 
-    def once(self, call: Callable[[_Connection], Result]) -> Result:
+    def attempt(self, call: Callable[[_Connection], Result]) -> Result:
         """Make one attempt; raise :class:`RequestFailure` if it fails."""
         # obstore calls for credentials too, but would bury an error about them in one of its own.
         self.cloud.check_credentials()
@@ -149,10 +149,10 @@ class BucketFolder:
         return data
 
     def _get(self, name: str) -> bytes:
-        return self.bucket.once(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
+        return self.bucket.attempt(lambda c: bytes(c.obstore.get(c.store, name).bytes()))
 
     def get_many(self, keys: Iterable[str]) -> Iterator[bytes]:
-        return read_ahead((partial(self.get, key) for key in keys), 4 * _READERS, threads=_READERS)
+        return read_ahead((partial(self.get, key) for key in keys), 4 * _PARALLEL_READS, threads=_PARALLEL_READS)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | memoryview:
         name = self._name(key)
@@ -160,7 +160,7 @@ class BucketFolder:
             return b""
 
         def attempt() -> memoryview:
-            data = self.bucket.once(lambda c: c.obstore.get_range(c.store, name, start=start, length=length))
+            data = self.bucket.attempt(lambda c: c.obstore.get_range(c.store, name, start=start, length=length))
             if len(data) != length:
                 raise RequestFailure(f"cut short: expected {start + length} bytes, found {start + len(data)}")
             return memoryview(data)
@@ -171,7 +171,7 @@ class BucketFolder:
 
     def info(self, key: str) -> ObjectInfo:
         name = self._name(key)
-        return self._info(self._run("read", key, lambda: self.bucket.once(lambda c: c.obstore.head(c.store, name))))
+        return self._info(self._run("read", key, lambda: self.bucket.attempt(lambda c: c.obstore.head(c.store, name))))
 
     def _info(self, found: Any) -> ObjectInfo:
         key = found["path"].removeprefix(self._prefix)
@@ -182,7 +182,7 @@ class BucketFolder:
 
         obstore lists whole folders, so a prefix that ends within a name becomes an offset and an early end.
         """
-        if not possible_prefix(prefix):
+        if not is_valid_prefix(prefix):
             return
         wanted = self._prefix + prefix
         folder, _, rest = wanted.rpartition("/")
@@ -192,7 +192,7 @@ class BucketFolder:
         def page() -> Any:
             nonlocal stream
             try:
-                return self.bucket.once(next_page)
+                return self.bucket.attempt(next_page)
             except RequestFailure:
                 stream = None
                 raise
@@ -217,7 +217,7 @@ class BucketFolder:
         self.stats.add(bytes_written=len(data))
 
     def _put(self, name: str, data: bytes, mode: str) -> None:
-        self.bucket.once(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
+        self.bucket.attempt(lambda c: c.obstore.put(c.store, name, data, mode=mode, use_multipart=False))
 
     def create(self, key: str, data: bytes) -> bool:
         """Create an object if it is absent. If an earlier reply was lost, compare the object in place with ours."""
@@ -242,13 +242,13 @@ class BucketFolder:
     def delete(self, key: str) -> None:
         name = self._name(key)
         with suppress(NotFound):
-            self._run("delete", key, lambda: self.bucket.once(lambda c: c.obstore.delete(c.store, name)))
+            self._run("delete", key, lambda: self.bucket.attempt(lambda c: c.obstore.delete(c.store, name)))
 
     def writer(self, key: str, size: int) -> BucketWriter:
         name = self._name(key)
 
         def send(data: Bytes) -> None:
-            self._run("write", key, lambda: self.bucket.once(lambda c: upload(c, data)))
+            self._run("write", key, lambda: self.bucket.attempt(lambda c: upload(c, data)))
             self.stats.add(bytes_written=data.nbytes)
 
         def upload(c: _Connection, data: Bytes) -> None:
@@ -305,8 +305,8 @@ def _just_before(key: str) -> str:
 def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
     url = f"{cloud.scheme}://{cloud.bucket}"
     if failure.no_bucket:
-        make = cloud.make.format(name=cloud.bucket, region="REGION")
-        return f"create it ({make}) and run the same command again"
+        command = cloud.create_command.format(name=cloud.bucket, region="REGION")
+        return f"create it ({command}) and run the same command again"
     if failure.status in (401, 403):
         return f"let this account read and write {url}, then run the same command again"
     if failure.code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
@@ -344,7 +344,7 @@ class Buffers:
         with self._changed:
             self._taken.remove(_round_up(size))
             if buffer is not None:  # reused because the first write to each new page costs a page fault
-                self._free = [*self._free, buffer][-_KEEP_FREE:]
+                self._free = [*self._free, buffer][-_MAX_FREE_BLOCKS:]
             self._changed.notify_all()
 
 
@@ -366,17 +366,17 @@ class BucketWriter:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         piece = np.asarray(memoryview(data).cast("B"))
-        self._room(offset + piece.nbytes)[offset : offset + piece.nbytes] = piece
+        self._checked_buffer(offset + piece.nbytes)[offset : offset + piece.nbytes] = piece
 
     def move(self, source: int, target: int, length: int) -> None:
         if target > source:
             raise ValueError("bytes can only be moved to a lower offset")
-        buffer = self._room(source + length)
+        buffer = self._checked_buffer(source + length)
         buffer[target : target + length] = buffer[source : source + length]
 
     def finish(self, size: int) -> None:
         with self._lock:
-            data = self._room(size)[:size]
+            data = self._checked_buffer(size)[:size]
             self._finishing = True
         sent = False
         try:
@@ -394,7 +394,7 @@ class BucketWriter:
                 return
         self._release(reuse=True)
 
-    def _room(self, end: int) -> Bytes:
+    def _checked_buffer(self, end: int) -> Bytes:
         buffer = self._buffer
         if buffer is None:
             raise StoreError(f"cannot write {self._address}", found="a writer that was finished or aborted")

@@ -43,7 +43,7 @@ class Cloud(Protocol):
 
     scheme: str
     bucket: str
-    make: str
+    create_command: str
     """The command that creates the bucket, with places for its name and region."""
 
     def check_credentials(self) -> None:
@@ -130,7 +130,7 @@ class GoogleBucket:
     """A bucket of Google Cloud Storage, or of an emulator (``STORAGE_EMULATOR_HOST``), which needs no credentials."""
 
     scheme = "gs"
-    make = "gcloud storage buckets create gs://{name} --location={region}"
+    create_command = "gcloud storage buckets create gs://{name} --location={region}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -233,7 +233,7 @@ _BOTOCORE_TEMPORARY = ("ConnectionError", "HTTPClientError", "MetadataRetrievalE
 
 _lock = threading.Lock()
 _session: Any = None
-_worked: Any = None
+_session_with_keys: Any = None
 """The session that provided keys before."""
 
 
@@ -261,7 +261,7 @@ def _ask_botocore(question: Callable[[Any], Answer]) -> Answer | None:
     except (BotoCoreError, ClientError) as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         # Keys that worked before and cannot be renewed now are a temporary failure and not the user's mistake.
-        if session is _worked or any(kind in _BOTOCORE_TEMPORARY for kind in kinds):
+        if session is _session_with_keys or any(kind in _BOTOCORE_TEMPORARY for kind in kinds):
             raise RequestFailure("the credentials could not be refreshed", transient=True) from error
         code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
         found, fix = next((_BOTOCORE_ERRORS[kind] for kind in kinds if kind in _BOTOCORE_ERRORS), (code, _CHECK))
@@ -319,8 +319,8 @@ def _botocore_keys(session: Any) -> dict[str, Any] | None:
     if found is None:
         return None
     frozen = found.get_frozen_credentials()
-    global _worked
-    _worked = session
+    global _session_with_keys
+    _session_with_keys = session
     return {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
 
 
@@ -369,7 +369,7 @@ class AmazonBucket:
     """A bucket of S3 or of a server that speaks its protocol (``AWS_ENDPOINT_URL``, or the profile's)."""
 
     scheme = "s3"
-    make = "aws s3 mb s3://{name} --region {region}"
+    create_command = "aws s3 mb s3://{name} --region {region}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket
@@ -466,7 +466,7 @@ class AzureContainer:
     """A container of Azure Blob Storage. obstore finds the credentials itself."""
 
     scheme = "az"
-    make = "az storage container create --name {name}"
+    create_command = "az storage container create --name {name}"
 
     def __init__(self, bucket: str) -> None:
         self.bucket = bucket

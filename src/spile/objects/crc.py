@@ -44,7 +44,7 @@ def from_hex(text: object) -> int:
     return int(text, 16)
 
 
-def _times(a: int, b: int) -> int:
+def _multiply(a: int, b: int) -> int:
     """Multiply two polynomials modulo the CRC polynomial, with reflected bits."""
     product = 0
     bit = 1 << 31
@@ -65,8 +65,8 @@ def _shift(length: int) -> int:
     power, result, square = length, 1 << 31, 1 << 23  # 1 and x^8
     while power:
         if power & 1:
-            result = _times(square, result)
-        square = _times(square, square)
+            result = _multiply(square, result)
+        square = _multiply(square, square)
         power >>= 1
     return result
 
@@ -74,7 +74,7 @@ def _shift(length: int) -> int:
 @lru_cache(maxsize=16)
 def _shift_tables(length: int) -> list[list[int]]:
     """Return tables that apply ``length`` more bytes to a checksum byte by byte; the operation is linear."""
-    bits = [_times(_shift(length), 1 << bit) for bit in range(32)]
+    bits = [_multiply(_shift(length), 1 << bit) for bit in range(32)]
     tables = []
     for byte in range(4):
         table = [0]
@@ -86,10 +86,10 @@ def _shift_tables(length: int) -> list[list[int]]:
 
 def combine(first: int, second: int, second_length: int) -> int:
     """Return the checksum of A followed by B from their checksums and the length of B."""
-    return _times(_shift(second_length), first) ^ second if second_length else first
+    return _multiply(_shift(second_length), first) ^ second if second_length else first
 
 
-def fold(parts: Iterable[tuple[int, int]]) -> int:
+def combine_all(parts: Iterable[tuple[int, int]]) -> int:
     """Return the checksum of a concatenation from the (checksum, length) of each part."""
     value = 0
     for crc, length in parts:
@@ -97,7 +97,7 @@ def fold(parts: Iterable[tuple[int, int]]) -> int:
     return value
 
 
-def fold_chunks(chunks: Sequence[int], length: int, chunk: int = CHUNK) -> int:
+def combine_chunks(chunks: Sequence[int], length: int, chunk: int = CHUNK) -> int:
     """Return the checksum of ``length`` bytes from those of their chunks, which have equal lengths except the last."""
     if len(chunks) == 1:  # making the tables takes a millisecond per chunk length
         return chunks[0]

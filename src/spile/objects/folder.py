@@ -38,7 +38,7 @@ class Unwritable(StoreError, UserError):
     exit_code = 2
 
 
-def possible_prefix(prefix: str) -> bool:
+def is_valid_prefix(prefix: str) -> bool:
     """Return whether a valid key can start with ``prefix``. Prefixes with empty parts, ``.`` or ``..`` cannot."""
     return not any(part in _FORBIDDEN_PARTS for part in prefix.split("/")[:-1])
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from spile.errors import SpecError, SpileError, StoreError, UserError
 from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, read_ahead
 
-_FORM = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.*))?", re.ASCII)
+_URL = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?(?:/(.*))?", re.ASCII)
 _PARALLEL = 8
 
 
@@ -29,10 +29,10 @@ def hub_errors(name: str) -> Iterator[None]:
         yield
     except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]  # the transport's, whichever
         upload = isinstance(error, RuntimeError) and error.__cause__ is not None
-        raise _translated(error.__cause__ if upload else error, name) from error
+        raise _our_error(error.__cause__ if upload else error, name) from error
 
 
-def _translated(error: BaseException | None, name: str) -> SpileError:
+def _our_error(error: BaseException | None, name: str) -> SpileError:
     from huggingface_hub import errors
 
     if isinstance(error, errors.RemoteEntryNotFoundError):
@@ -64,7 +64,7 @@ class HubFolder:
     @classmethod
     def parse(cls, url: str) -> HubFolder:
         """Parse ``hf://datasets/OWNER/NAME@REVISION/PREFIX``; raise :class:`SpecError` if it names no dataset."""
-        found = _FORM.fullmatch(url.rstrip("/"))
+        found = _URL.fullmatch(url.rstrip("/"))
         if found is None:
             raise SpecError("not a dataset on the hub", expected="hf://datasets/OWNER/NAME", found=url)
         return cls(found[1], found[2], (found[3] or "").strip("/"))

@@ -23,7 +23,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from spile.errors import Damaged, StoreError
-from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, possible_prefix
+from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, is_valid_prefix
 
 _TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
@@ -45,7 +45,7 @@ _USER_ERRORS = {
 }
 
 
-class _NotPlain(OSError):
+class _NotRegularFile(OSError):
     """A pipe or a device in place of a file."""
 
 
@@ -56,7 +56,7 @@ def read_errors(path: Path) -> Iterator[None]:
         yield
     except _ABSENT as error:
         raise NotFound(f"no such file {path}") from error
-    except _NotPlain as error:
+    except _NotRegularFile as error:
         raise Damaged(f"{path} cannot be read", expected="a file", found=error.strerror) from error
     except OSError as error:
         if error.errno == errno.EIO:
@@ -80,7 +80,7 @@ def write_errors(path: Path, *, full: type[StoreError] = StoreError) -> Iterator
         raise StoreError(f"cannot write {path}", found=error.strerror or str(error)) from error
 
 
-def open_plain(path: Path) -> io.FileIO:
+def open_regular_file(path: Path) -> io.FileIO:
     """Open a regular file for reading. A pipe or a device is an error, because reading it could block for ever."""
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     kind = os.fstat(file.fileno()).st_mode
@@ -88,14 +88,14 @@ def open_plain(path: Path) -> io.FileIO:
         file.close()
         if stat.S_ISDIR(kind):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        raise _NotPlain(errno.EINVAL, "a pipe or a device")
+        raise _NotRegularFile(errno.EINVAL, "a pipe or a device")
     return file
 
 
 def read_into(path: Path, offset: int, target: memoryview) -> int:
     """Fill ``target`` from a file; return the number of bytes read."""
     done = 0
-    with read_errors(path), open_plain(path) as file:
+    with read_errors(path), open_regular_file(path) as file:
         while done < len(target) and (count := os.preadv(file.fileno(), [target[done:]], offset + done)):
             done += count
     return done
@@ -249,7 +249,7 @@ class LocalFolder:
 
     def get(self, key: str) -> bytes:
         path = self._at(key)
-        with read_errors(path), open_plain(path) as file:
+        with read_errors(path), open_regular_file(path) as file:
             data = file.readall()
         self.stats.add(requests=1, bytes_read=len(data))
         return data
@@ -349,7 +349,7 @@ class LocalFolder:
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files whose key starts with the prefix, in the order of their keys."""
         above = prefix.rpartition("/")[0]
-        if not possible_prefix(prefix):
+        if not is_valid_prefix(prefix):
             return
         # A stack of keys to visit, smallest on top. A directory's key ends with "/", so it sorts like its files.
         stack = [above + "/" if above else ""]
@@ -364,7 +364,7 @@ class LocalFolder:
                 found: list[str] = []
                 for entry in entries:
                     name = f"{key}{entry.name}/"
-                    if not name.startswith(prefix) or not _is_new(entry, links):
+                    if not name.startswith(prefix) or not _is_first_visit(entry, links):
                         continue
                     if not entry.is_dir():
                         name = name[:-1]
@@ -374,7 +374,7 @@ class LocalFolder:
                 stack.extend(sorted(found, reverse=True))
 
 
-def _is_new(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
+def _is_first_visit(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
     """Return False for a broken link, and for a second link to the same directory, because links can form a circle."""
     if not entry.is_symlink():
         return True

@@ -17,7 +17,7 @@ METADATA_SERVER = "169.254.169.254"
 _METADATA_SECONDS = 0.8
 _METADATA_BYTES = 1 << 20
 
-PRICES_OF = "2025"
+PRICE_YEAR = "2025"
 """Year of the list prices below, in US dollars per GiB, rounded."""
 _BETWEEN_GOOGLE_REGIONS = {  # by the continents at both ends
     frozenset({"us"}): 0.02,

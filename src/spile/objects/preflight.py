@@ -14,7 +14,7 @@ from spile.errors import StoreError
 from spile.objects.bucket import BucketFolder
 from spile.objects.folder import Folder, Unwritable
 from spile.objects.local import write_errors
-from spile.objects.machine import PRICES_OF, Region, egress_price, machine_region
+from spile.objects.machine import PRICE_YEAR, Region, egress_price, machine_region
 from spile.objects.retry import RequestFailure
 
 _DEFAULT_REGION = {"gs": "us-central1", "s3": "us-east-1", "az": ""}
@@ -67,7 +67,7 @@ def _try_bucket(folder: BucketFolder, find_machine: Callable[[], Region | None])
         if failure.no_bucket:
             cloud, machine = folder.bucket.cloud, find_machine()
             region = machine.region if machine and machine.cloud == cloud.scheme else _DEFAULT_REGION[cloud.scheme]
-            fix = "create it: " + cloud.make.format(name=cloud.bucket, region=region)
+            fix = "create it: " + cloud.create_command.format(name=cloud.bucket, region=region)
             raise Unwritable(f"there is no bucket {url}", fix=fix) from error
         expected = "an account that may create and delete objects"
         raise Unwritable(f"cannot write {folder.url}", expected=expected, found=failure.cause, fix=error.fix) from error
@@ -96,10 +96,10 @@ def _compare_regions(folder: BucketFolder, machine: Region | None) -> list[str]:
     price = egress_price(machine, Region(cloud.scheme, name))
     if not price:
         return []
-    make = cloud.make.format(name="NAME", region=machine.region)
-    advice = f"; a bucket in the same region costs nothing: {make}" if machine.cloud == cloud.scheme else ""
+    command = cloud.create_command.format(name="NAME", region=machine.region)
+    advice = f"; a bucket in the same region costs nothing: {command}" if machine.cloud == cloud.scheme else ""
     return [
         f"{folder.bucket.url} is in {name} and this machine in {machine.region}: "
         f"every TiB written costs about ${price * 1024:.0f} of egress "
-        f"(${price:.2f} per GiB, list prices of {PRICES_OF}){advice}"
+        f"(${price:.2f} per GiB, list prices of {PRICE_YEAR}){advice}"
     ]

@@ -60,8 +60,8 @@ _CONNECTION_WORDS = (
     (r"", "an unreadable reply"),
 )
 _PERMANENT = "no secure connection"
-_BRIEF = 10.0
-"""Seconds for which the hub is asked again for a name that may be a mistyped path, or while somebody waits."""
+_SHORT_SECONDS = 10.0
+"""Seconds of retries for a name that may be a mistyped path, or while a person waits."""
 
 
 class RequestFailure(Exception):
@@ -149,12 +149,13 @@ class Retry:
 
     @classmethod
     def for_name(cls, name: str, *, patient: bool = True) -> Retry:
-        """Return the retry for a name that the hub is asked for. Without an owner it may be a mistyped local path.
+        """Return the retry for a name on the Hugging Face hub.
 
-        Not ``patient``: somebody waits for the answer, as a reader does who only wants the tokenizer.
+        The time is short for a name without an owner, which may be a mistyped local path, and if ``patient`` is False
+        because a person waits for the answer.
         """
         found = cls.from_environment()
-        return found if patient and "/" in name else replace(found, total=min(found.total, _BRIEF))
+        return found if patient and "/" in name else replace(found, total=min(found.total, _SHORT_SECONDS))
 
     def call(self, attempt: Callable[[], Result], stats: Stats) -> Result:
         """Call ``attempt`` until it succeeds, and count the retries in ``stats``.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from spile.errors import Damaged, StoreError
 from spile.objects.folder import Folder, Removal, Unfinished
 from spile.objects.local import is_abandoned
-from spile.objects.mirror import home_of
+from spile.objects.mirror import without_copy
 from spile.store.claims import remove_finished_marks
 from spile.store.heartbeat import read_beat
 from spile.store.layout import (
@@ -54,7 +54,7 @@ def remove_unfinished(folder: Folder) -> tuple[int, int]:
     A live writer holds a lock on its file. Unfinished uploads to a bucket have no lock, so they are left to garbage
     collection, which removes only those that are older than an hour.
     """
-    home = home_of(folder)
+    home = without_copy(folder)
     if home.local_path is None:
         return 0, 0
     left = [
@@ -118,7 +118,7 @@ def clear_folder(folder: Folder) -> None:
 def _fence(folder: Folder) -> bool:
     """Create the fence. Without a readable ``stream.json`` none is needed: workers check it before each commit."""
     try:
-        record = read_stream(home_of(folder))
+        record = read_stream(without_copy(folder))
     except Damaged:
         record = None
     last = max(commit_numbers(folder), default=0)

@@ -20,7 +20,7 @@ from functools import partial
 
 from spile.errors import SpileError, StoreError, untrusted
 from spile.objects.folder import Folder, read_ahead
-from spile.objects.mirror import home_of
+from spile.objects.mirror import without_copy
 from spile.store.layout import COMMITS, STREAM, ListedStream, commit_key, commit_number, existing_folder, scan_streams
 
 INDEX = "index/"
@@ -62,7 +62,7 @@ def write_entry(root: Folder, number: int) -> None:
     """Add a stream to the index of a dataset in a bucket. Failures are ignored: readers then use the ledger."""
     if root.local_path is None:
         with suppress(SpileError):
-            _write_entry(home_of(root), number)
+            _write_entry(without_copy(root), number)
 
 
 def _write_entry(root: Folder, number: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged, untrusted
-from spile.objects.crc import CHUNK, ChunkedCrc, crc32c, fold, fold_chunks
+from spile.objects.crc import CHUNK, ChunkedCrc, combine_all, combine_chunks, crc32c
 from spile.objects.folder import Folder, Writer
 from spile.spec.ranges import Ranges
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, encode_header, parse_header
@@ -379,14 +379,14 @@ class ShardBuilder:
                 self._writer.write_at(header.places[name].start, _bytes_of(array))
         self._writer.finish(header.size)
         crcs = {
-            name: fold_chunks(chunks[name], place.length, header.chunk_bytes[name])
+            name: combine_chunks(chunks[name], place.length, header.chunk_bytes[name])
             for name, place in header.places.items()
         }
         parts = [(crc32c(head), len(head)), *((crcs[name], place.length) for name, place in header.places.items())]
         return ShardRecord(
             name=self.name,
             size=header.size,
-            crc32c=fold(parts),
+            crc32c=combine_all(parts),
             header=(len(head), crc32c(head)),
             tensors=crcs,
             samples=Ranges.of(arrays["sample_index"].tolist()),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged, Failure
-from spile.objects.crc import crc32c, fold, to_hex
+from spile.objects.crc import combine_all, crc32c, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ANSWER, LAST_CONTENT, choose_positions
@@ -259,6 +259,6 @@ def _check_bytes(shard: ShardReader, run: RunIdentity, count_bytes: Callable[[in
             problems.append(
                 f"{name}: expected crc32c {to_hex(shard.record.tensors[name])}, found {to_hex(sums[-1][0])}"
             )
-    if fold(sums) != shard.record.crc32c:
-        problems.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(fold(sums))}")
+    if combine_all(sums) != shard.record.crc32c:
+        problems.append(f"the object: expected crc32c {to_hex(shard.record.crc32c)}, found {to_hex(combine_all(sums))}")
     return problems

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import Damaged, StoreError
-from spile.objects.crc import crc32c, fold_chunks, to_hex
+from spile.objects.crc import combine_chunks, crc32c, to_hex
 from spile.objects.folder import Folder, NotFound
 from spile.spec.safetensors import TensorPlace
 from spile.store.ledger import ShardRecord
@@ -202,7 +202,7 @@ class ShardReader:
 
     def tensor_checksum(self, name: str) -> int:
         """Return the crc32c of a whole tensor, computed from those of its chunks."""
-        return fold_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
+        return combine_chunks(self.sums(name).crcs.tolist(), self.place(name).length, self.chunk_bytes(name))
 
     def of(self, name: str) -> ShardReader:
         """Return the reader of the file that contains a tensor: this one, except for added taps."""
@@ -221,7 +221,7 @@ class ShardReader:
         """
         for last in (False, True):
             data = self._read(start, length)
-            if crc32c(data) == fold_chunks(sums, length, step):
+            if crc32c(data) == combine_chunks(sums, length, step):
                 break
             self._cache = None
             if last:

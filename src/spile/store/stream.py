@@ -12,7 +12,7 @@ from typing import Any
 from spile.errors import Damaged, Fenced, RunMismatch, StoreError, untrusted
 from spile.objects import is_remote
 from spile.objects.folder import Folder, get_if_present
-from spile.objects.mirror import home_of
+from spile.objects.mirror import without_copy
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
@@ -147,7 +147,7 @@ class StreamWriter:
 
         If the stream is cleared right after this check, the commit is ignored, because it carries the old id.
         """
-        stored = read_stream(home_of(self.folder))
+        stored = read_stream(without_copy(self.folder))
         if stored is None:
             raise StoreError(
                 f"{self.folder.url}/{STREAM} is gone",

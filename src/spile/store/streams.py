@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from spile.errors import Damaged, StoreError, untrusted
 from spile.objects.folder import Folder
-from spile.objects.mirror import home_of
+from spile.objects.mirror import without_copy
 from spile.spec.amounts import size
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
@@ -91,7 +91,7 @@ def join_addition(stream: Folder, base: StreamRecord, identity: StreamIdentity, 
     folder = stream.child(addition_folder(str(tap) for tap in identity.taps))
     stored = read_stream(folder)
     if stored is not None and stored.base != base.id:
-        clear_folder(home_of(folder))  # The taps were added before the stream was started again.
+        clear_folder(without_copy(folder))  # The taps were added before the stream was started again.
     added = replace(base.identity, taps=identity.taps, shapes=identity.shapes)
     fresh = StreamRecord(secrets.token_hex(8), base.worker_id, base.fingerprint, added, base.id)
     stored = read_or_create(folder, fresh)

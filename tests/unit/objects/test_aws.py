@@ -189,7 +189,7 @@ def test_keys_that_worked_and_cannot_be_renewed_are_no_mistake_of_the_users(
 
     session = Session()
     monkeypatch.setattr(aws, "_session", session)
-    monkeypatch.setattr(aws, "_worked", None)
+    monkeypatch.setattr(aws, "_session_with_keys", None)
     with pytest.raises(UserError, match="a source of keys that failed"):
         aws_keys()
     session.broken = False

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.objects.crc import ChunkedCrc, combine, crc32c, fold, fold_chunks, from_hex, to_hex
+from spile.objects.crc import ChunkedCrc, combine, combine_all, combine_chunks, crc32c, from_hex, to_hex
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
@@ -20,13 +20,13 @@ def test_crc_and_combine_agree_with_google(first: bytes, second: bytes) -> None:
 
 @given(st.lists(st.binary(max_size=100), max_size=8))
 def test_fold_is_the_crc_of_the_concatenation(parts: list[bytes]) -> None:
-    assert fold((crc32c(part), len(part)) for part in parts) == google_crc32c.value(b"".join(parts))
+    assert combine_all((crc32c(part), len(part)) for part in parts) == google_crc32c.value(b"".join(parts))
 
 
 @given(st.binary(max_size=200), st.integers(1, 24))
 def test_the_crc_of_a_whole_comes_from_those_of_its_chunks(whole: bytes, chunk: int) -> None:
     chunks = [google_crc32c.value(whole[at : at + chunk]) for at in range(0, len(whole), chunk)]
-    assert fold_chunks(chunks, len(whole), chunk) == google_crc32c.value(whole)
+    assert combine_chunks(chunks, len(whole), chunk) == google_crc32c.value(whole)
 
 
 def test_combine_over_long_parts() -> None:

@@ -32,11 +32,11 @@ def mirror(folder: Folder, tmp_path: Path) -> MirrorFolder:
 
 def test_a_whole_stream_is_in_both(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
-    for place in (mirror, mirror.home, mirror.copy):
+    for place in (mirror, mirror.primary, mirror.copy):
         assert verify(place).ok
-    assert keys(mirror.home) == keys(mirror.copy) == keys(mirror)
-    for key in keys(mirror.home):
-        assert mirror.home.get(key) == mirror.copy.get(key)
+    assert keys(mirror.primary) == keys(mirror.copy) == keys(mirror)
+    for key in keys(mirror.primary):
+        assert mirror.primary.get(key) == mirror.copy.get(key)
 
 
 def records(folder: Folder) -> set[str]:
@@ -49,12 +49,12 @@ def test_the_copy_is_never_believed(mirror: MirrorFolder) -> None:
         mirror.copy.delete(key)
     assert verify(mirror).ok
     produce(mirror, 30)  # nothing is left to do, and nothing is missed
-    assert keys(mirror.copy) == records(mirror.home)
+    assert keys(mirror.copy) == records(mirror.primary)
 
 
 def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolder) -> None:
-    produce(mirror.home, 12)
-    mirror.copy.put("run.json", mirror.home.get("run.json"))  # one run, made in one second or in two
+    produce(mirror.primary, 12)
+    mirror.copy.put("run.json", mirror.primary.get("run.json"))  # one run, made in one second or in two
     produce(mirror.copy, 30)
     before = {key: mirror.copy.get(key) for key in keys(mirror.copy)}
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_a_copy_of_another_dataset_is_refused_and_left_alone(mirror: MirrorFolde
         )
         assert refused.value.exit_code == 2
     assert {key: mirror.copy.get(key) for key in keys(mirror.copy)} == before
-    assert verify(mirror.home, max_samples=12).ok
+    assert verify(mirror.primary, max_samples=12).ok
 
 
 def begun(root: Folder) -> StreamWriter:
@@ -82,13 +82,13 @@ def begun(root: Folder) -> StreamWriter:
 
 
 def test_a_local_copy_added_later_gets_every_record_and_lists_missing_shards(mirror: MirrorFolder) -> None:
-    first = begun(mirror.home)
+    first = begun(mirror.primary)
     assert produce(mirror, 30).ledger.samples == 28
-    assert verify(mirror.home).ok
-    assert records(mirror.copy) == records(mirror.home)
+    assert verify(mirror.primary).ok
+    assert records(mirror.copy) == records(mirror.primary)
     found = missing_from_copy(mirror.copy, "gs://b/run/tpu_0", 0)
     assert found is not None
-    absent, every = first.ledger.shards, sum("/shard_" in info.key for info in mirror.home.list())
+    absent, every = first.ledger.shards, sum("/shard_" in info.key for info in mirror.primary.list())
     assert found.startswith(
         f"the local copy {mirror.copy.url}/tpu_0 has {every - absent} of {every} shards: "
         f"{absent} ({size(first.ledger.bytes)}) "
@@ -96,7 +96,7 @@ def test_a_local_copy_added_later_gets_every_record_and_lists_missing_shards(mir
     assert found.endswith(f"gcloud storage rsync --recursive gs://b/run/tpu_0 {mirror.copy.url}/tpu_0 brings them")
     assert [problem.text for problem in verify(mirror.copy).all_problems] == ["the shard is gone"] * absent
     for name in (file.name for file in first.ledger.files):  # as that command would
-        mirror.copy.put(f"tpu_0/{name}", mirror.home.get(f"tpu_0/{name}"))
+        mirror.copy.put(f"tpu_0/{name}", mirror.primary.get(f"tpu_0/{name}"))
     assert missing_from_copy(mirror.copy, "gs://b/run/tpu_0", 0) is None
     assert verify(mirror.copy).ok
 
@@ -104,15 +104,15 @@ def test_a_local_copy_added_later_gets_every_record_and_lists_missing_shards(mir
 def test_a_copy_follows_a_stream_that_starts_over(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
     clear_stream(mirror, 0)
-    assert keys(mirror.copy) == keys(mirror.home) == {"run.json"}
+    assert keys(mirror.copy) == keys(mirror.primary) == {"run.json"}
     produce(mirror, 30)
     assert verify(mirror.copy).ok
 
 
 def test_a_copy_of_a_cleared_stream_is_not_mixed_with_the_next(mirror: MirrorFolder) -> None:
     produce(mirror, 30)
-    clear_stream(mirror.home, 0)  # from another machine, which has no such copy
-    produce(mirror.home, 12)
+    clear_stream(mirror.primary, 0)  # from another machine, which has no such copy
+    produce(mirror.primary, 12)
     with pytest.raises(Unwritable, match=r"is not a copy of .*the same stream.json, found a different"):
         produce(mirror, 30)
 
@@ -133,7 +133,7 @@ def test_an_upload_that_fails_leaves_no_copy(both: MirrorFolder, monkeypatch: py
     monkeypatch.setattr(LocalWriter, "finish", fails)
     with pytest.raises(StoreError, match="the bucket is gone"):
         produce(both, 30)
-    for place in (both.home, both.copy):
+    for place in (both.primary, both.copy):
         assert keys(place) == {"run.json", "tpu_0/stream.json"}
         assert not list(place.unfinished())
 
@@ -149,7 +149,7 @@ def test_no_room_for_the_copy_leaves_nothing_at_home(both: MirrorFolder, monkeyp
     monkeypatch.setattr(LocalFolder, "writer", full)
     with pytest.raises(StoreError, match="no room"):
         produce(both, 30)
-    assert not list(both.home.unfinished())
+    assert not list(both.primary.unfinished())
 
 
 def test_a_commit_whose_reply_was_lost_is_copied(both: MirrorFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_commit_whose_reply_was_lost_is_copied(both: MirrorFolder, monkeypatch
 
     monkeypatch.setattr(LocalFolder, "create", lost)
     produce(both, 30)
-    assert verify(both.home).ok
+    assert verify(both.primary).ok
     assert verify(both.copy).ok
 
 
@@ -171,13 +171,13 @@ def test_a_commit_of_another_worker_is_copied_unchanged(both: MirrorFolder, monk
     def late(self: LocalFolder, key: str, data: bytes) -> bool:
         if "commits" in key:
             monkeypatch.setattr(LocalFolder, "create", create)
-            produce(both.home, 30)
+            produce(both.primary, 30)
         return create(self, key, data)
 
     monkeypatch.setattr(LocalFolder, "create", late)
     with pytest.raises(Fenced):
         produce(both, 30)
     assert [key for key in keys(both.copy) if "commits" in key] == ["tpu_0/commits/0001.json"]
-    assert both.copy.get("tpu_0/commits/0001.json") == both.home.get("tpu_0/commits/0001.json")
+    assert both.copy.get("tpu_0/commits/0001.json") == both.primary.get("tpu_0/commits/0001.json")
     assert missing_from_copy(both.copy, "gs://b/run/tpu_0", 0) is not None
-    assert verify(both.home).ok
+    assert verify(both.primary).ok
