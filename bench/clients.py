@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from spile.objects import Folder, open_folder
-from spile_fakes.server import loopback_context
+from spile_fakes.server import make_tls_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]
@@ -39,7 +39,7 @@ Transfer = Callable[[int], int]
 def serve(path: str, later: float, certificates: str | None) -> None:
     """Serve ranges of one file for GET, and discard the body of PUT."""
     file = Path(path).open("rb")  # noqa: SIM115
-    context = loopback_context(Path(certificates))[0] if certificates is not None else None
+    context = make_tls_context(Path(certificates))[0] if certificates is not None else None
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     print(listener.getsockname()[1], flush=True)
     while True:

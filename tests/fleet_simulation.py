@@ -222,7 +222,7 @@ class Simulation:
         """The folders of streams, by their URL."""
         self.stream_count = len(self.fleet.workers) * rng.randint(1, 4)
         self.fleet = self._with_streams("ours")
-        self.cloud = Cloud(lambda: self.now, pace=CloudTimes(60, 30, 20), on_start=self._boot, on_stop=self._halt)
+        self.cloud = Cloud(lambda: self.now, times=CloudTimes(60, 30, 20), on_start=self._boot, on_stop=self._halt)
         self.api = Api(self.cloud)
         self.client = CloudTpu(
             CloudSettings("p", endpoint="http://sim/", anonymous=True),
@@ -486,8 +486,8 @@ class Simulation:
             self._say(f"preempt {place[5]} in {place[3]}")
             cloud.preempt(place[3], place[5], state=rng.choice(["PREEMPTED", "PREEMPTED", "TERMINATED", "STOPPED"]))
         elif roll < 0.25:
-            (cloud.dry.discard if zone in cloud.dry else cloud.dry.add)(zone)
-            self._say(f"dry: {sorted(cloud.dry)}")
+            (cloud.without_capacity.discard if zone in cloud.without_capacity else cloud.without_capacity.add)(zone)
+            self._say(f"dry: {sorted(cloud.without_capacity)}")
         elif roll < 0.32:
             if zone in cloud.quota:
                 del cloud.quota[zone]
@@ -500,7 +500,7 @@ class Simulation:
             self.api.faults.append(ApiFault(method, zone, rng.randint(1, 6), status, "Requests per minute exceeded"))
             self._say(f"fault {method} {status} {zone}")
         elif roll < 0.46:
-            cloud.pace = CloudTimes(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
+            cloud.times = CloudTimes(rng.choice([10, 60, 600, 2500]), rng.choice([5, 30, 400]), 20)
         elif roll < 0.52 and self.vms:
             vm = rng.choice(list(self.vms.values()))
             if self.now > vm.booted + 60 and rng.random() < 0.5:
@@ -547,10 +547,10 @@ class Simulation:
             self._say("no monitor runs for a while")
 
     def _calm(self) -> None:
-        self.cloud.dry.clear()
+        self.cloud.without_capacity.clear()
         self.cloud.quota.clear()
         self.api.faults.clear()
-        self.cloud.pace = CloudTimes(60, 30, 20)
+        self.cloud.times = CloudTimes(60, 30, 20)
         for monitor in self.monitors:
             monitor.paused_until = 0.0
         self.hub_out_until = self.unmonitored_until = 0.0

@@ -75,14 +75,14 @@ class Cloud:
         self,
         clock: Callable[[], float],
         *,
-        pace: CloudTimes | None = None,
+        times: CloudTimes | None = None,
         on_start: Callable[[dict[str, Any]], None] = lambda _: None,
         on_stop: Callable[[dict[str, Any], float], None] = lambda *_: None,
     ) -> None:
         self.clock = clock
-        self.pace = pace or CloudTimes()
+        self.times = times or CloudTimes()
         self.lock = threading.RLock()
-        self.dry: set[str] = set()
+        self.without_capacity: set[str] = set()
         self.quota: dict[str, int] = {}
         self.quota_infos: list[dict[str, Any]] = []
         """What the Cloud Quotas API answers. It is not enforced: ``quota`` is."""
@@ -109,8 +109,8 @@ class Cloud:
             while self._events and self._events[0][0] <= self.clock():
                 heapq.heappop(self._events)[2]()
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.clock() + seconds, next(self._numbers), act))
+    def _later(self, seconds: float, finish: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.clock() + seconds, next(self._numbers), finish))
 
     def _begin(self, zone: str, verb: str, target: str) -> dict[str, Any]:
         """Return a new pending operation; it has no ``done`` until it ends."""
@@ -201,10 +201,10 @@ class Cloud:
         raw = self._new_node(zone, name, body)
         operation = self._begin(zone, "create", raw["name"])
 
-        def act() -> None:
+        def finish() -> None:
             if self._nodes.get((zone, name)) is not raw or raw["state"] != "CREATING":
                 self._fail(operation, 10, "The node was deleted while it was created.")
-            elif zone in self.dry:
+            elif zone in self.without_capacity:
                 del self._nodes[zone, name]
                 text = f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU'
                 self._fail(operation, 8, f"{text} Nodes are available (accelerator type {kind}).")
@@ -212,7 +212,7 @@ class Cloud:
                 self._boot(raw)
                 self._end(operation, _NODE, **raw)
 
-        self._later(self.pace.create, act)
+        self._later(self.times.create, finish)
         return operation
 
     def delete(self, zone: str, name: str) -> dict[str, Any]:
@@ -221,13 +221,13 @@ class Cloud:
         operation = self._begin(zone, "delete", raw["name"])
         self._stop(raw)
 
-        def act() -> None:
+        def finish() -> None:
             if self._nodes.get((zone, name)) is raw:
                 del self._nodes[zone, name]
                 self._suspend(zone, raw)
             self._end(operation)
 
-        self._later(self.pace.delete, act)
+        self._later(self.times.delete, finish)
         return operation
 
     def _stop(self, raw: dict[str, Any]) -> None:
@@ -275,15 +275,15 @@ class Cloud:
         raw = {**copy.deepcopy(body), "name": f"{_PROJECT}/locations/{zone}/queuedResources/{name}"}
         raw.update(createTime=self._now(), state={"state": "ACCEPTED"})
         self._queued[zone, name] = raw
-        self._later(self.pace.queue, lambda: self._provision(zone, name, raw))
+        self._later(self.times.queue, lambda: self._provision(zone, name, raw))
         return self._end(self._begin(zone, "create", raw["name"]), _QUEUED, **raw)
 
     def _provision(self, zone: str, name: str, raw: dict[str, Any]) -> None:
         if self._queued.get((zone, name)) is not raw or raw["state"]["state"] == "DELETING":
             return
-        if zone in self.dry:
+        if zone in self.without_capacity:
             raw["state"] = {"state": "WAITING_FOR_RESOURCES"}
-            self._later(self.pace.queue, lambda: self._provision(zone, name, raw))
+            self._later(self.times.queue, lambda: self._provision(zone, name, raw))
             return
         names = _node_names(name, raw)
         taken = [node for _, node in names if (zone, node) in self._nodes]
@@ -294,13 +294,13 @@ class Cloud:
         raw["state"] = {"state": "PROVISIONING"}
         scheduling = {"spot": True} if {"spot", "bestEffort"} & set(raw) else {}
         more = {"queuedResource": raw["name"], "schedulingConfig": scheduling}
-        made = [self._new_node(zone, node, {**spec.get("node", {}), **more}) for spec, node in names]
-        self._later(self.pace.create, lambda: self._activate(zone, name, raw, made))
+        nodes = [self._new_node(zone, node, {**spec.get("node", {}), **more}) for spec, node in names]
+        self._later(self.times.create, lambda: self._activate(zone, name, raw, nodes))
 
-    def _activate(self, zone: str, name: str, raw: dict[str, Any], made: list[dict[str, Any]]) -> None:
+    def _activate(self, zone: str, name: str, raw: dict[str, Any], nodes: list[dict[str, Any]]) -> None:
         if self._queued.get((zone, name)) is not raw or raw["state"]["state"] != "PROVISIONING":
             return
-        for node in made:
+        for node in nodes:
             if node["state"] == "CREATING":
                 self._boot(node)
         raw["state"] = {"state": "ACTIVE"}
@@ -323,13 +323,13 @@ class Cloud:
             self._stop(node)
         operation = self._begin(zone, "delete", raw["name"])
 
-        def act() -> None:
+        def finish() -> None:
             for node in owned:
                 self._nodes.pop((zone, node["name"].rpartition("/")[2]), None)
             self._queued.pop((zone, name), None)
             self._end(operation)
 
-        self._later(self.pace.delete, act)
+        self._later(self.times.delete, finish)
         return operation
 
 

@@ -46,7 +46,7 @@ class ApiFault:
     """The HTTP status; 0 if the reply is lost after the request was carried out."""
     message: str = "injected"
 
-    def hits(self, method: str, path: str) -> bool:
+    def applies_to(self, method: str, path: str) -> bool:
         """Return whether the fault applies. A machine's metadata server fails only if its path is named."""
         meant = self.path in path and (self.path.startswith("/vm/") or not path.startswith("/vm/"))
         return self.count > 0 and self.method in ("", method) and meant
@@ -71,7 +71,7 @@ class Api:
     @contextmanager
     def faulty(self, method: str, path: str) -> Iterator[None]:
         """Apply the faults of this request around it."""
-        fault = next((fault for fault in self.faults if fault.hits(method, path)), None)
+        fault = next((fault for fault in self.faults if fault.applies_to(method, path)), None)
         if fault is not None:
             fault.count -= 1
             if fault.status:
@@ -183,17 +183,17 @@ class FakeCloud(FaultyServer):
         folder: Path,
         *,
         port: int = 0,
-        pace: CloudTimes | None = None,
+        times: CloudTimes | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(port)
         self.port = int(self.server_address[1])
         self.clock = ShiftedClock()
         self.vms = Vms(folder, f"127.0.0.1:{self.port}", environment)
-        self.cloud = Cloud(self.clock, pace=pace, on_start=self.vms.start, on_stop=self.vms.stop)
+        self.cloud = Cloud(self.clock, times=times, on_start=self.vms.start, on_stop=self.vms.stop)
         self.api = Api(self.cloud)
         # Machines become ready even if no request arrives.
-        self._ticking = threading.Thread(target=self._tick, daemon=True)
+        self._advancing = threading.Thread(target=self._advance_clock, daemon=True)
 
     @property
     def url(self) -> str:
@@ -211,15 +211,15 @@ class FakeCloud(FaultyServer):
         }
 
     def __enter__(self) -> Self:
-        self._ticking.start()
+        self._advancing.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._ticking.join()
+        self._advancing.join()
         self.vms.close()
 
-    def _tick(self) -> None:
+    def _advance_clock(self) -> None:
         while not self.stopping.wait(0.05):
             self.cloud.advance()
 
@@ -248,7 +248,8 @@ class FakeCloud(FaultyServer):
             notice = float(body.get("notice", 0))
             self.cloud.preempt(body["zone"], body["name"], notice=notice, state=body.get("state", "PREEMPTED"))
         elif verb == "stock":
-            (self.cloud.dry.discard if body["available"] else self.cloud.dry.add)(body["zone"])
+            zones = self.cloud.without_capacity
+            (zones.discard if body["available"] else zones.add)(body["zone"])
         elif verb == "quota":
             if body.get("limit") is None:
                 self.cloud.quota.pop(body["zone"], None)
@@ -257,7 +258,7 @@ class FakeCloud(FaultyServer):
         elif verb == "fault":
             self.api.faults.append(ApiFault(**body))
         elif verb == "pace":
-            self.cloud.pace = CloudTimes(**body)
+            self.cloud.times = CloudTimes(**body)
         elif verb == "clock":
             self.clock.shift += float(body["advance"])
             self.cloud.advance()
@@ -315,8 +316,8 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory(prefix="spile-cloud-", ignore_cleanup_errors=True) as temporary:
-        pace = CloudTimes(options.create_seconds, options.delete_seconds)
-        with FakeCloud(options.folder or Path(temporary), port=options.port, pace=pace) as cloud:
+        times = CloudTimes(options.create_seconds, options.delete_seconds)
+        with FakeCloud(options.folder or Path(temporary), port=options.port, times=times) as cloud:
             for name, value in cloud.environment().items():
                 print(f"export {name}={value}", flush=True)
             while not received:

@@ -111,7 +111,7 @@ class Vms:
             "SPILE_PYTHON": sys.executable,
             # There are no chips here, so the worker runs on any device.
             "SPILE_EXPECT": "any",
-            **_among(raw, host),
+            **_slice_environment(raw, host),
             **{name: os.environ[name] for name in _HANDED_ON if name in os.environ},
             **self.environment,
         }
@@ -165,7 +165,7 @@ class Vms:
             self._kill(mark)
 
 
-def _among(raw: Mapping[str, Any], host: int) -> dict[str, str]:
+def _slice_environment(raw: Mapping[str, Any], host: int) -> dict[str, str]:
     """Return the variables that describe a slice to its hosts: JAX asks no metadata server if there are no chips."""
     addresses = [end["ipAddress"] for end in raw["networkEndpoints"]]
     if len(addresses) == 1:

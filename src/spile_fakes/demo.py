@@ -45,7 +45,7 @@ class Demo:
             "SPILE_AGENT_FLAGS": "--pause 1 --check-seconds 2",
             "SPILE_CLAIM_SECONDS": "10",
         }
-        self.cloud = FakeCloud(folder / "cloud", pace=CloudTimes(1.0, 0.5, 0.5), environment=machine)
+        self.cloud = FakeCloud(folder / "cloud", times=CloudTimes(1.0, 0.5, 0.5), environment=machine)
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SPILE_")},
             **self.cloud.environment(),

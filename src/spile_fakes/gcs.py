@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from spile_fakes.server import FakeReply, FaultyServer, Request, crc32c_base64, loopback_context
+from spile_fakes.server import FakeReply, FaultyServer, Request, crc32c_base64, make_tls_context
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked: list[int] = []  # An Event must not be set in a signal handler, because of its lock.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.append(number))
-    tls = None if options.tls is None else loopback_context(options.tls)[0]
+    tls = None if options.tls is None else make_tls_context(options.tls)[0]
     with FakeGcs(options.port, options.host, tls) as fake:
         for name in options.bucket:
             fake.add_bucket(name, options.location)

@@ -64,7 +64,7 @@ class Faults:
     """The active rules and how often each was applied."""
 
     rules: list[Fault] = field(default_factory=list)
-    spoiled: dict[str, int] = field(default_factory=dict)
+    applied: dict[str, int] = field(default_factory=dict)
     requests: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -79,7 +79,7 @@ class Faults:
         with self._lock:
             self.rules.clear()
 
-    def strike(self, method: str, target: str) -> Fault | None:
+    def next_fault(self, method: str, target: str) -> Fault | None:
         """Return the fault for this request, if any, and count it."""
         with self._lock:
             self.requests += 1
@@ -89,14 +89,14 @@ class Faults:
                         rule.skip -= 1
                         continue
                     rule.count -= rule.count > 0
-                    self.spoiled[rule.kind] = self.spoiled.get(rule.kind, 0) + 1
+                    self.applied[rule.kind] = self.applied.get(rule.kind, 0) + 1
                     return rule
         return None
 
     def report(self) -> dict[str, object]:
         with self._lock:
             rules = [asdict(rule) for rule in self.rules]
-            return {"requests": self.requests, "spoiled": dict(self.spoiled), "rules": rules}
+            return {"requests": self.requests, "applied": dict(self.applied), "rules": rules}
 
 
 def random_faults(seed: int, count: int, requests: int = 40) -> list[Fault]:
@@ -197,7 +197,7 @@ class FaultyServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """Return the reply to a request. Subclasses implement it."""
         raise NotImplementedError
 
-    def administer(self, request: Request) -> FakeReply:
+    def answer_admin(self, request: Request) -> FakeReply:
         match request.method, request.path:
             case "POST", "/_fake/faults":
                 self.faults.extend([Fault(**rule) for rule in json.loads(request.body)])
@@ -295,9 +295,9 @@ class _Connection(socketserver.StreamRequestHandler):
         """Answer the request or apply its fault; return False if the connection is over."""
         server = self._server
         if request.path.startswith("/_fake/"):
-            self._send(request, server.administer(request))
+            self._send(request, server.answer_admin(request))
             return True
-        fault = server.faults.strike(request.method, request.target)
+        fault = server.faults.next_fault(request.method, request.target)
         match fault:
             case None:
                 self._send(request, server.answer(request))
@@ -398,7 +398,7 @@ class FaultyProxy(FaultyServer):
             connection.close()
 
 
-def loopback_context(folder: Path) -> tuple[ssl.SSLContext, Path]:
+def make_tls_context(folder: Path) -> tuple[ssl.SSLContext, Path]:
     """Return the TLS context of a server on 127.0.0.1, and the authority file for ``SSL_CERT_FILE`` of its clients."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec

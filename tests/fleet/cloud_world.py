@@ -39,7 +39,7 @@ class World:
             "SPILE_EXPECT": "any",
             "SPILE_AGENT_FLAGS": "--pause 0.1 --check-seconds 1",
         }
-        self.cloud = FakeCloud(folder / "cloud", pace=CloudTimes(0.2, 0.1, 0.1), environment=machines)
+        self.cloud = FakeCloud(folder / "cloud", times=CloudTimes(0.2, 0.1, 0.1), environment=machines)
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("SPILE_")},
             **self.cloud.environment(),

@@ -23,13 +23,13 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[FakeCloud]:
-    with FakeCloud(tmp_path / "cloud", pace=CloudTimes(create=0.05, delete=0.05, queue=0.05)) as cloud:
+    with FakeCloud(tmp_path / "cloud", times=CloudTimes(create=0.05, delete=0.05, queue=0.05)) as cloud:
         yield cloud
 
 
 @pytest.fixture
 def client(fake: FakeCloud) -> Iterator[CloudTpu]:
-    provider = CloudTpu(read_settings(fake.environment()), sleep=lambda _: None)
+    provider = CloudTpu(read_settings(environment=fake.environment()), sleep=lambda _: None)
     yield provider
     provider.close()
 

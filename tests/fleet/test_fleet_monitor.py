@@ -71,7 +71,7 @@ class StillClock:
 
     def __init__(self, home: FleetHome) -> None:
         self.now = 1_000_000.0
-        self.cloud = Cloud(lambda: self.now, pace=CloudTimes(create=0.5, delete=0.5, queue=0.5))
+        self.cloud = Cloud(lambda: self.now, times=CloudTimes(create=0.5, delete=0.5, queue=0.5))
         settings = CloudSettings("fake-project", endpoint="http://still/", anonymous=True)
         client = CloudTpu(settings, session=DirectSession(Api(self.cloud)), sleep=lambda _: None)
         self.monitor = FleetMonitor(home, client, clock=lambda: self.now)

@@ -71,7 +71,7 @@ class Watched:
         code, text = world.spile(*words.split())
         assert code == 0, text
         self.home = FleetHome.open("gs://b/fleet/default")
-        self.client = CloudTpu(read_settings(world.cloud.environment()))
+        self.client = CloudTpu(read_settings(environment=world.cloud.environment()))
         policy = {"interval": 1.0, "heartbeat": 1.0, **policy}
         self.monitor = FleetMonitor(self.home, self.client, policy=policy)
 

@@ -76,7 +76,7 @@ def test_256_workers_cost_a_request_a_zone() -> None:
     zones = ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")
     fleet = FleetSpec("big", "p", zones, plan_workers(zones, 64), NodeRequest("v3-8", "r"), deployment="d")
     now = [1_000_000.0]
-    api = Api(Cloud(lambda: now[0], pace=CloudTimes(60, 30, 20)))
+    api = Api(Cloud(lambda: now[0], times=CloudTimes(60, 30, 20)))
     settings = CloudSettings("p", endpoint="http://sim/", anonymous=True)
     client = CloudTpu(settings, session=DirectSession(api))
     history, saved = History(), []

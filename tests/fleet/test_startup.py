@@ -330,7 +330,7 @@ def test_a_deploy_tells_the_machines_what_they_may_run(home: FleetHome, pinned: 
 def test_a_metadata_server_that_is_behind_the_api(home: FleetHome, pinned: Vm, tmp_path: Path) -> None:
     """A running machine may see old metadata, so the API is asked."""
     fleet = publish(home, replace(home.read_fleet(), deployment="d2"), lambda _: None)
-    with FakeCloud(tmp_path / "ahead", pace=CloudTimes(0, 0, 0)) as ahead:
+    with FakeCloud(tmp_path / "ahead", times=CloudTimes(0, 0, 0)) as ahead:
         metadata = unbooted(home.folder.url, sha256(fleet.to_json()))
         ahead.cloud.create(ZONE, NAME, {"acceleratorType": "v3-8", "metadata": metadata})
         done = pinned.boot(SPILE_TPU_ENDPOINT=ahead.environment()["SPILE_TPU_ENDPOINT"])

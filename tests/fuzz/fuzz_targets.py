@@ -647,9 +647,9 @@ class Targets:
                 with_ours(lambda: check_machines_bucket("gs://bucket", "a@b"))
             (home / "configurations/config_default").write_bytes(data)
             (home / "active_config").write_bytes(data[:200])
-            with_ours(lambda: read_settings({"CLOUDSDK_CONFIG": str(home)}))
+            with_ours(lambda: read_settings(environment={"CLOUDSDK_CONFIG": str(home)}))
             (home / "active_config").unlink()
-            with_ours(lambda: read_settings({"CLOUDSDK_CONFIG": str(home)}))
+            with_ours(lambda: read_settings(environment={"CLOUDSDK_CONFIG": str(home)}))
 
         policy = {"bindings": [{"role": "roles/storage.admin", "members": ["serviceAccount:a@b"]}]}
         permissions = ["storage.objects.create", "storage.objects.get", "storage.objects.list"]

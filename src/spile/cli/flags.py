@@ -347,12 +347,12 @@ class PlaceFlags:
     def client(self) -> CloudTpu:
         from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
-        return CloudTpu(read_settings(os.environ, project=self.project))
+        return CloudTpu(read_settings(self.project))
 
     def zone_list(self) -> tuple[str, ...]:
         from spile.fleet.cloud_tpu import gcloud_value
 
-        text = self.zones or gcloud_value("compute", "zone", os.environ)
+        text = self.zones or gcloud_value("compute", "zone")
         if not text:
             raise SpecError("no zone", fix="pass --zones us-central1-a,us-central1-b")
         zones = tuple(text.replace(",", " ").split())

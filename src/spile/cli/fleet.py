@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import Counter
@@ -271,7 +270,7 @@ def _open_home(root: str, fleet: str | None) -> FleetHome:
 
 
 def _open_client(home: FleetHome, project: str | None) -> CloudTpu:
-    return CloudTpu(read_settings(os.environ, project=project or home.read_fleet().project))
+    return CloudTpu(read_settings(project or home.read_fleet().project))
 
 
 def _first_of_each_zone(place: PlaceFlags, workers_per_zone: int | None, nodes: Iterable[Node]) -> list[Node]:

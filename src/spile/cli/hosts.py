@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections import deque
 from collections.abc import Sequence
@@ -185,7 +184,7 @@ def _find_host(worker: str, fleet: str | None, host: int, where: HostFlags) -> t
     """Return the worker's machine and its host, or why there is none."""
     if where.hosts:
         return None, _host_at(where.find(), host, "the hosts"), ""
-    nodes = CloudTpu(read_settings(os.environ, project=where.project)).nodes(where.zone or "-")
+    nodes = CloudTpu(read_settings(where.project)).nodes(where.zone or "-")
     node = find_machine(nodes, worker, fleet)
     if node is None or node.state is not NodeState.READY:
         return node, None, f"{node.name} is {node.state}" if node is not None else "it has no machine"

@@ -248,7 +248,7 @@ class Agent:
         if self.host != 0 or not fleet.policy.delete_finished or not self.zone:
             return
         try:
-            client = CloudTpu(read_settings(os.environ, project=fleet.project))
+            client = CloudTpu(read_settings(fleet.project))
             node = client.node(self.zone, self.node)
             if not owns(fleet.name, node):
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import random
 import re
 import time
@@ -269,7 +270,7 @@ def _configuration(environment: Mapping[str, str]) -> configparser.ConfigParser:
     return parser
 
 
-def gcloud_value(section: str, key: str, environment: Mapping[str, str]) -> str | None:
+def gcloud_value(section: str, key: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """Return what ``gcloud config get section/key`` would print: the variable first, then gcloud's files."""
     variable = environment.get(f"CLOUDSDK_{section}_{key}".upper())
     if variable:
@@ -277,7 +278,7 @@ def gcloud_value(section: str, key: str, environment: Mapping[str, str]) -> str 
     return _configuration(environment).get(section, key, fallback=None) or None
 
 
-def read_settings(environment: Mapping[str, str], *, project: str | None = None) -> CloudSettings:
+def read_settings(project: str | None = None, environment: Mapping[str, str] = os.environ) -> CloudSettings:
     """Return the settings from the flags, the environment and gcloud's configuration."""
     project = project or gcloud_value("core", "project", environment) or environment.get("GOOGLE_CLOUD_PROJECT")
     if not project:

@@ -460,7 +460,7 @@ def own_pin(zone: str, node: str, project: str, wanted: str) -> str:
     if pinned == wanted or not zone:
         return pinned
     try:
-        return CloudTpu(read_settings(os.environ, project=project)).node(zone, node).metadata.get(PIN, "")
+        return CloudTpu(read_settings(project)).node(zone, node).metadata.get(PIN, "")
     except SpileError as error:
         print(f"spile agent: {error}", flush=True)
         return pinned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import threading
@@ -443,6 +442,6 @@ def _hosts_of_node(node: Node, number: int, internal_ip: bool) -> list[Host]:
 
 
 def find_hosts(prefix: str, *, project: str | None, zone: str | None, internal_ip: bool) -> list[Host]:
-    settings = read_settings(os.environ, project=project)
+    settings = read_settings(project)
     nodes = CloudTpu(settings).nodes(zone or "-")
     return hosts_of(nodes, prefix, internal_ip=internal_ip, zone=zone or settings.zone)

@@ -21,7 +21,7 @@ from spile.objects.bucket import BucketFolder, Buffers
 from spile.objects.clouds import GoogleBucket, GoogleToken
 from spile.objects.retry import RequestFailure, Retry, from_status
 from spile_fakes.gcs import FakeGcs
-from spile_fakes.server import FakeReply, Request, Throttle, loopback_context
+from spile_fakes.server import FakeReply, Request, Throttle, make_tls_context
 
 
 def test_backoff_grows_is_capped_and_ends() -> None:
@@ -170,7 +170,7 @@ class Noting(FakeGcs):
 
 @pytest.fixture
 def encrypted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Noting]:
-    context, trusted = loopback_context(tmp_path)
+    context, trusted = make_tls_context(tmp_path)
     with Noting(tls=context) as fake:
         fake.add_bucket(BUCKET)
         for name, value in {"STORAGE_EMULATOR_HOST": fake.url, "SSL_CERT_FILE": str(trusted)}.items():
@@ -233,14 +233,14 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(cloud_folder: Folder, clou
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        while not clouds.faults(cloud_folder.url).spoiled.get("hang"):
+        while not clouds.faults(cloud_folder.url).applied.get("hang"):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         try:
             assert process.wait(30) == -signal.SIGINT
         finally:
             process.kill()
-            clouds.faults(cloud_folder.url).spoiled.clear()
+            clouds.faults(cloud_folder.url).applied.clear()
 
 
 def test_a_proxy_of_the_environment_is_used(cloud_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

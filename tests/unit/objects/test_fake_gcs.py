@@ -93,7 +93,7 @@ def test_as_a_process(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         folder.put("a", b"1")
         assert folder.stats.retries == 1
         stats = json.loads(_admin(url, "stats", method="GET"))
-        assert stats["spoiled"] == {"status": 1}
+        assert stats["applied"] == {"status": 1}
         assert stats["requests"] == 2
         _admin(url, "faults", method="DELETE")
         _admin(url, "bandwidth", {"bytes_per_second": 1e9})
