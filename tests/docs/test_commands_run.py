@@ -31,6 +31,7 @@ NOT_RUN = {
     r"spile (infer$|infer .*--predictions|score .*--reference)": "minutes of answers: tests/unit/cli/test_infer.py",
     r"spile bench ": "a minute of measuring: tests/unit/worker/test_bench.py",
     r"spile import old/tpu_0 ": "pickles of the old scripts: tests/unit/reading",
+    r"spile push ": "the Hugging Face hub: tests/unit/reading/test_push.py",
 }
 """Commands that need what a test cannot have, or that take too long; the reason, and the tests that run them."""
 
