@@ -35,8 +35,9 @@ from make_embedded_model import CONFIG, tokenizer
 from make_embedded_tasks import RULES, task
 
 from spile.data.arc.encoders import parse_encoder
-from spile.data.arc.grids import Task, parse_task
+from spile.data.arc.grids import Task
 from spile.data.arc.prompts import arc_messages, augment
+from spile.data.rows import parse_task
 from spile.spec.run import DEFAULT_ENCODER, PromptSpec
 
 LENGTHS = (640, 1280)
@@ -94,8 +95,7 @@ def lesson(puzzle: Task, words: Tokenizer) -> Lesson:
 
 def puzzle(name: str, size: str, seed: int, variant: int = 0) -> Task:
     """A task of the generator, or a variant of it."""
-    made = parse_task(task(name, size, seed), f"{name}-{seed}")
-    assert isinstance(made, Task)  # noqa: S101 - the generator makes tasks
+    made = parse_task({**task(name, size, seed), "task_id": f"{name}-{seed}"}, f"{name}-{seed}")
     return augment(made, seed, variant)[0]
 
 
