@@ -172,9 +172,11 @@ def test_prepare_only_and_bad_input(world: World, prompt: Prompt) -> None:
         code, text = prompt("deploy", "--model", "embedded", *words)
         assert code in (1, 2), text
         assert line in text
-        assert [each for each in text.splitlines() if not each.startswith(("as before", "gs://b: ", "fake-project: "))][
-            1:
-        ] == [], text
+        assert [
+            each
+            for each in text.splitlines()
+            if not each.startswith(("flags of the last", "gs://b: ", "fake-project: "))
+        ][1:] == [], text
     code, text = prompt("deploy", "--gcs-bucket", "b", "--zones", A, "--skip-dataset")
     assert code == 1, text
     assert "there is no such machine of this fleet; create it with --create-tpus" in text

@@ -201,7 +201,7 @@ class Agent:
         """Run the worker to its end.
 
         Returns:
-            Its exit code (``AGAIN`` if a new deployment ended it), its last lines, and why the agent stopped it.
+            Its exit code, or ``NEW_DEPLOYMENT`` if it was ended for one; its last lines; and why the agent stopped it.
         """
         given = resolve_secrets(fleet.environment)
         log = WorkerLog(self.home.folder, self._name(), secret_values(fleet.environment, {**os.environ, **given}))
