@@ -246,10 +246,10 @@ def test_a_slice_of_two_hosts_is_a_worker_like_any_other(world: World) -> None:
     """Both hosts run the same command, act as one worker, and are one machine that deletes itself."""
     log = world.folder / "monitor.txt"
     with log.open("w") as out:
-        process = world.start(*DEPLOY, "--zones", A, "--tpu-type", "v4-16", "--max-samples", "4", log=out)
+        process = world.start(*DEPLOY, "--zones", A, "--tpu-type", "v4-16", "--max-samples", "40", log=out)
         finish(world, process, log, 200)
     homes = sorted(path.name for path in (world.folder / "cloud" / A).glob("*/*"))
     assert homes == ["host0", "host1"]
     assert any("-h01." in key for key in world.objects("activations/tpu_0/")), "both hosts stored rows"
-    code, output = world.spile("verify", "gs://b/activations", "--max-samples", "4")
+    code, output = world.spile("verify", "gs://b/activations", "--max-samples", "40")
     assert code == 0, output

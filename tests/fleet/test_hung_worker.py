@@ -52,11 +52,11 @@ def spared(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
 
 
 def worker_of(machine: str) -> int:
-    """The process of ``spile extract`` on a machine."""
+    """The process of ``spile worker`` on a machine."""
     (found,) = [
         process
         for process in vms.processes_marked(machine)
-        if b"\0extract\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+        if b"\0worker\0" in Path(f"/proc/{process}/cmdline").read_bytes()
     ]
     return found
 
@@ -67,7 +67,7 @@ class Watched:
     def __init__(self, world: World, **policy: float) -> None:
         self.world = world
         words = f"""deploy --gcs-bucket b --model embedded --dataset embedded --skip-launch --zones {A}
-                    --predictions-per-task 2 --shard-size-gb 0.00005 --max-seq-length 128 --batch-size 1"""
+                    --predictions-per-task 20 --shard-size-gb 0.00005 --max-seq-length 128 --batch-size 1"""
         code, text = world.spile(*words.split())
         assert code == 0, text
         self.home = FleetHome.open("gs://b/fleet/default")
@@ -89,6 +89,11 @@ class Watched:
     def beat(self) -> dict[str, str]:
         found = self.world.gcs.buckets.buckets["b"].objects.get("activations/tpu_0/progress.json")
         return json.loads(found.data) if found is not None else {}
+
+    def commits_of(self, attempt: str) -> int:
+        """Return how many commits have shards of this attempt."""
+        objects = self.world.gcs.buckets.buckets["b"].objects
+        return sum(attempt.encode() in found.data for key, found in objects.items() if "/commits/" in key)
 
     def deleted(self) -> str:
         """Return why the one unfinished machine was deleted."""
@@ -126,17 +131,19 @@ def test_a_stopped_worker_is_replaced_and_fenced(
     fleet.until(lambda _: world.commits() > before + 1 and fleet.beat()["attempt"] != attempt)
     assert fleet.machine() != machine
 
+    committed = fleet.commits_of(attempt)
     os.kill(hung, signal.SIGCONT)
     _, ended = os.waitpid(hung, 0)
     spared.clear()
-    assert os.waitstatus_to_exitcode(ended) == 3, "another worker owns the stream"
+    assert os.waitstatus_to_exitcode(ended) == 0, "another worker owns the stream, and no other stream is left"
+    assert fleet.commits_of(attempt) == committed > 0
     fleet.finish()
 
 
 HANGS = """
 import os, pathlib, sys, time
 here = pathlib.Path({folder!r})
-if "extract" in sys.orig_argv and not (here / "hung").exists():
+if "worker" in sys.orig_argv and not (here / "hung").exists():
     from spile.worker.device import DeviceProducer
     fetch, batches = DeviceProducer.fetch, []
     def hang(self, pending):
