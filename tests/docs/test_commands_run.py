@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from docs.guide_world import GuideWorld, barc_rows, guide_world, one_machine, stream_text
 from docs.old_guides import BARC
@@ -95,6 +97,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
         chats = [{"messages": [{"role": "user", "content": text}]} for text in ("The cat sat", "Dogs bark")]
         (here / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         (here / "prompts.txt").write_text("The cat sat\nDogs bark\n")
+        width = json.loads((tmp_path / "model" / "config.json").read_text())["hidden_size"]
+        save_file({"vector": np.ones(width, np.float32)}, here / "vector.safetensors")
         (here / "arc-agi" / "training").mkdir(parents=True)
         (here / "arc-agi" / "training" / "t0.json").write_bytes(stream_text(0, 1))
         yield made

@@ -48,7 +48,7 @@ def _answer(hub: FakeHub, path: str) -> tuple[int, dict[str, str], bytes]:
     if name in hub.files:
         data = hub.files[name]
         return 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, data
-    code = "RevisionNotFound" if path.startswith(about_it) else "RepoNotFound"
+    code = "RevisionNotFound" if path.startswith(f"{about_it}/") else "RepoNotFound"
     return 404, {"X-Error-Code": code}, b"{}"
 
 
