@@ -6,7 +6,6 @@ to its own name, after which the directory is synced. A process that is killed l
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import io
@@ -14,7 +13,6 @@ import os
 import re
 import secrets
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +26,6 @@ from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwrit
 _TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}-(.+)")
 _MOVE_CHUNK = 8 << 20
-_RAM_DISKS = (0x01021994, 0x858458F6)
-"""tmpfs and ramfs, as numbered by statfs."""
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors that the user can fix, with cause and fix. All others are failures of the disk.
@@ -149,28 +145,11 @@ def _write_all(handle: int, view: memoryview, offset: int) -> None:
 
 
 def reserve(handle: int, size: int) -> None:
-    """Allocate the file's space now, so that a full disk is noticed before the work and not after it."""
-    if size and sys.platform == "linux" and not _on_ram_disk(handle):
-        # Not os.posix_fallocate: on file systems without support, the C library writes every block.
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
-            raise OSError(number, os.strerror(number))
+    """Give the file its final size. A disk without room for it is noticed before the work and not after it."""
     status = os.fstatvfs(handle)
     if status.f_bavail * status.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(handle, size)
-
-
-def _on_ram_disk(handle: int) -> bool:
-    """Return whether a file is on a RAM disk, where allocation fills it with zeros at 4 GB/s."""
-    answer = ctypes.create_string_buffer(512)
-    if ctypes.CDLL(None).fstatfs(handle, answer) != 0:
-        return False
-    kind = int.from_bytes(answer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-    return kind in _RAM_DISKS
 
 
 class LocalWriter:
@@ -349,29 +328,25 @@ class LocalFolder:
     def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files whose key starts with the prefix, in the order of their keys."""
         above = prefix.rpartition("/")[0]
-        if not is_valid_prefix(prefix):
-            return
-        # A stack of keys to visit, smallest on top. A directory's key ends with "/", so it sorts like its files.
-        stack = [above + "/" if above else ""]
-        files: dict[str, os.DirEntry[str]] = {}
-        links: set[tuple[int, int]] = set()
-        while stack:
-            key = stack.pop()
-            if key in files:
-                yield key, files.pop(key)
-                continue
-            with read_errors(self.path / key), suppress(*_ABSENT), os.scandir(self.path / key) as entries:
-                found: list[str] = []
-                for entry in entries:
-                    name = f"{key}{entry.name}/"
-                    if not name.startswith(prefix) or not _is_first_visit(entry, links):
-                        continue
-                    if not entry.is_dir():
-                        name = name[:-1]
-                        files[name] = entry
-                    if name.startswith(prefix):
-                        found.append(name)
-                stack.extend(sorted(found, reverse=True))
+        if is_valid_prefix(prefix):
+            yield from self._walk_folder(above + "/" if above else "", prefix, set())
+
+    def _walk_folder(
+        self, folder: str, prefix: str, links: set[tuple[int, int]]
+    ) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        found: dict[str, os.DirEntry[str]] = {}
+        with read_errors(self.path / folder), suppress(*_ABSENT), os.scandir(self.path / folder) as entries:
+            for entry in entries:
+                key = f"{folder}{entry.name}/"
+                if not key.startswith(prefix) or not _is_first_visit(entry, links):
+                    continue
+                # The key of a directory ends with "/", so that it sorts like its files.
+                found[key if entry.is_dir() else key[:-1]] = entry
+        for key in sorted(found):
+            if key.endswith("/"):
+                yield from self._walk_folder(key, prefix, links)
+            elif key.startswith(prefix):
+                yield key, found[key]
 
 
 def _is_first_visit(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:
