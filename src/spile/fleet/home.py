@@ -35,7 +35,7 @@ from spile.fleet.provider import Node, Operation
 from spile.fleet.reconcile import Action
 from spile.fleet.spec import FleetSpec, History, Verdict, owns
 from spile.objects import open_folder
-from spile.objects.folder import Folder, NotFound, Removal, get_if_present
+from spile.objects.folder import Folder, NotFound, get_if_present, remove_by_name
 from spile.objects.machine import ask_metadata, google_metadata_url
 from spile.spec.phase import Phase
 from spile.spec.records import read_record
@@ -91,7 +91,8 @@ class NumberedObjects:
             return self._shape.fullmatch(key) is not None
 
         old = [self.key(number) for number in self.numbers() if number < limit]
-        Removal(self._folder.url, ours=is_ours, remove=self._folder.delete, fence=fence).in_order(old)
+        if old and fence():
+            remove_by_name(self._folder.url, old, ours=is_ours, remove=self._folder.delete)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from typing_extensions import Buffer
 from spile.errors import SpecError, StoreError, UserError
 
 _READ_AHEAD = 3
-_PARALLEL_REMOVALS = 32
 _FORBIDDEN_PARTS = ("", ".", "..")
 
 
@@ -181,57 +180,33 @@ def read_chunks(folder: Folder, key: str, chunk: int = 8 << 20) -> Iterator[byte
         yield bytes(piece)
 
 
-class Removal:
-    """A request to remove objects or machines by exact name. All code that removes anything uses this class.
+def remove_by_name(
+    where: str, names: Iterable[str], *, ours: Callable[[str], bool], remove: Callable[[str], None], threads: int = 1
+) -> None:
+    """Remove objects by exact name. All code that removes objects uses this function, after its fence.
 
     Args:
         where: The place that the names belong to, for error messages.
+        names: With one thread, they are removed in this order.
         ours: Returns whether a name has exactly the form that spile gives. If any name does not, nothing is removed.
         remove: Removes one name.
-        fence: Stops other users of the names. It is called once, before the first removal; if it returns False,
-            something is still in use and nothing is removed.
+        threads: The number of names that are removed at the same time.
 
     """
-
-    def __init__(
-        self,
-        where: str,
-        *,
-        ours: Callable[[str], bool],
-        remove: Callable[[str], None],
-        fence: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._where, self._ours, self._remove, self._fence = where, ours, remove, fence
-        self._fenced: bool | None = None
-
-    def fenced(self) -> bool:
-        """Return whether nothing uses the names any more. The fence is called only the first time."""
-        if self._fenced is None:
-            self._fenced = self._fence()
-        return self._fenced
-
-    def in_order(self, names: Iterable[str]) -> bool:
-        """Remove the names one after the other; return False, with nothing removed, if the fence failed."""
-        return self._remove_all(names, map)
-
-    def in_parallel(self, names: Iterable[str]) -> bool:
-        """Remove the names in parallel, in any order; return False, with nothing removed, if the fence failed."""
-        with ThreadPoolExecutor(_PARALLEL_REMOVALS, thread_name_prefix="remove") as pool:
-            return self._remove_all(names, pool.map)
-
-    def _remove_all(self, names: Iterable[str], each: Callable[..., Iterable[None]]) -> bool:
-        wanted = list(names)
+    wanted = list(names)
+    for name in wanted:
+        if not ours(name):
+            raise StoreError(
+                f"refused to remove {where}/{name}",
+                expected="a name of the form that spile gives",
+                found="a different name",
+            )
+    if threads == 1:  # Not in a pool, which would remove later names after a failure.
         for name in wanted:
-            if not self._ours(name):
-                raise StoreError(
-                    f"refused to remove {self._where}/{name}",
-                    expected="a name of the form that spile gives",
-                    found="a different name",
-                )
-        if wanted and not self.fenced():
-            return False
-        deque(each(self._remove, wanted), maxlen=0)
-        return True
+            remove(name)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="remove") as pool:
+        deque(pool.map(remove, wanted), maxlen=0)
 
 
 T = TypeVar("T")

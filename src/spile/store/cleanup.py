@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from spile.errors import Damaged, StoreError
-from spile.objects.folder import Folder, Removal, Unfinished
+from spile.objects.folder import Folder, Unfinished, remove_by_name
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import without_copy
 from spile.store.claims import remove_finished_marks
@@ -40,6 +41,7 @@ from spile.store.report import Garbage
 from spile.store.stream import read_stream
 from spile.version import __version__
 
+_PARALLEL_REMOVALS = 32
 _RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, SUSPECTS, STREAM)
 
 
@@ -104,15 +106,16 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 
 def clear_folder(folder: Folder) -> None:
     """Remove one ledger and its shards in the order that :func:`clear_stream` describes."""
-    removal = Removal(folder.url, ours=is_worker_file, remove=folder.delete, fence=lambda: _fence(folder))
+    remove = partial(remove_by_name, folder.url, ours=is_worker_file, remove=folder.delete)
     names = {info.key for info in folder.list()}
     merged, suspects = sorted(names & {PREDICTIONS, SUBMISSION}), sorted(names & {SUSPECTS})
-    if not removal.in_order([METADATA, *merged]):
+    if not _fence(folder):
         busy = f"{folder.url} cannot be started again: a worker has just committed to it"
         raise StoreError(busy, fix="stop the worker, then run the same command again")
-    removal.in_order(commit_key(number) for number in reversed(commit_numbers(folder)))
-    removal.in_parallel(info.key for info in folder.list() if is_data_file(info.key))
-    removal.in_order([PROGRESS, *suspects, STREAM])
+    remove([METADATA, *merged])
+    remove(commit_key(number) for number in reversed(commit_numbers(folder)))
+    remove((info.key for info in folder.list() if is_data_file(info.key)), threads=_PARALLEL_REMOVALS)
+    remove([PROGRESS, *suspects, STREAM])
 
 
 def _fence(folder: Folder) -> bool:
@@ -179,18 +182,18 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
     ``fences`` has, for the folder of each ledger, a function that creates the fence under the number that was free
     before the search.
     """
-    removals = {
-        folder: Removal(f"{root.url}/{folder}", ours=is_data_file, remove=root.child(folder).delete, fence=create_fence)
-        for folder, create_fence in fences.items()
-    }
+    fenced: dict[str, bool] = {}
 
     def removed(item: Garbage) -> bool:
         folder, name = _split(item.key)
-        if item.kind == "shard":
-            return removals[folder].in_order([name])
-        if not removals[folder].fenced():
+        if folder not in fenced:
+            fenced[folder] = fences[folder]()
+        if not fenced[folder]:
             return False
-        root.discard(Unfinished(item.key, item.handle, started=0.0))
+        if item.kind == "shard":
+            remove_by_name(f"{root.url}/{folder}", [name], ours=is_data_file, remove=root.child(folder).delete)
+        else:
+            root.discard(Unfinished(item.key, item.handle, started=0.0))
         return True
 
     return [
@@ -222,13 +225,7 @@ def repair_ledger(
 
     """
     free = free_number(commits, stale)
-    removal = Removal(
-        folder.url,
-        ours=lambda key: commit_number(key) in {commit.number for commit in stale},
-        remove=folder.delete,
-        fence=lambda: fence(folder, stream, free, "the ledger was repaired"),
-    )
-    if not removal.fenced():
+    if not fence(folder, stream, free, "the ledger was repaired"):
         return None
     kept: list[str] = []
     filled = max([free, *(commit.number for commit in commits)])
@@ -237,7 +234,7 @@ def repair_ledger(
         folder.create(copy, folder.get(key))
         kept.append(f"{folder.url}/{copy}")
         if commit.number - filled > _MAX_GAP:
-            removal.in_order([key])
+            remove_by_name(folder.url, [key], ours=lambda name: commit_number(name) is not None, remove=folder.delete)
             continue
         for number in range(filled + 1, commit.number):
             fence(folder, stream, number, "the ledger was repaired")
