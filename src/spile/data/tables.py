@@ -102,21 +102,28 @@ class Parquet(RowSource):
     columns: Columns
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
+        with self._one_line_errors(), self._opened() as content:
+            for number, data in enumerate(parquet_rows(content, start, self.columns, self.location), start):
+                yield SourceRow(number, data, f"row {number}")
+
+    def count(self) -> int | None:
+        if "://" in self.location:
+            return None
+        with self._one_line_errors():
+            from pyarrow import parquet
+
+            return int(parquet.read_metadata(self._path).num_rows)
+
+    @contextmanager
+    def _one_line_errors(self) -> Iterator[None]:
         try:
             import pyarrow.parquet
         except ImportError as error:
             raise DataError("Parquet needs pyarrow", fix="run: pip install 'spile[data]'") from error
         try:
-            with self._opened() as content:
-                for number, data in enumerate(parquet_rows(content, start, self.columns, self.location), start):
-                    yield SourceRow(number, data, f"row {number}")
+            yield
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{self.location} is not a Parquet file", found=str(error)) from error
-
-    def count(self) -> int | None:
-        from pyarrow import parquet
-
-        return None if "://" in self.location else int(parquet.read_metadata(self._path).num_rows)
 
     @property
     def _path(self) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spile.data.convert import RowSelection
-from spile.data.sources import open_input
+from spile.data.sources import estimate_rows, open_input
 from spile.data.split import make_streams
 from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
@@ -232,6 +232,17 @@ def test_without_the_extra_one_line_names_it(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=rf"{words}.*\. Run: pip install 'spile\[data\]'"):
         open_stream(DataSpec(dataset=place if module != "datasets" else "someone/something"), chatml)
+
+
+def test_the_number_of_rows_of_parquet_has_the_same_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = parquet(tmp_path / "x.parquet", ROWS)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not at all")
+    assert estimate_rows(DataSpec(dataset=place)) == len(ROWS)
+    with pytest.raises(DataError, match=r"bad.parquet is not a Parquet file: found "):
+        estimate_rows(DataSpec(dataset=str(tmp_path / "bad.parquet")))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"Parquet needs pyarrow\. Run: pip install 'spile\[data\]'"):
+        estimate_rows(DataSpec(dataset=place))
 
 
 def test_parquet_in_a_bucket(cloud_url: str, tmp_path: Path, chatml: Tokenizer) -> None:
