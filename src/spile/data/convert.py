@@ -345,11 +345,11 @@ def convert(
         for item in usable_rows(source, selection, tally, arc_only=True, progress=progress):
             if item.own_id:
                 names.add(item.task_id, item.row)
-            elif pair and item.task_id in unnamed:  # equal tasks are one entry of an object
-                tally.samples -= 1
-                tally.rejected["the same task as an earlier row"] += 1
-                continue
-            else:
+            elif pair:  # equal tasks are one entry of an object
+                if item.task_id in unnamed:
+                    tally.samples -= 1
+                    tally.rejected["the same task as an earlier row"] += 1
+                    continue
                 unnamed.add(item.task_id)
             for handle, entry in zip(handles, _pair_entries(item) if pair else _line(item, test_outputs), strict=True):
                 handle.write(before + entry)
