@@ -88,7 +88,7 @@ def worker_cases(fleet: FleetSpec, observed: Observed, history: History, now: fl
 
 
 def history_of(history: History, worker: Worker) -> WorkerHistory:
-    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, used=(worker.zone,))
+    return history.workers.get(worker.id) or WorkerHistory(zone=worker.zone, other_zones=(worker.zone,))
 
 
 def copy_history(fleet: FleetSpec, history: History) -> History:
@@ -114,11 +114,11 @@ def update_history(fleet: FleetSpec, observed: Observed, history: History, now: 
         if not past.finished and not history.stopped:
             _count_deaths(case)
         missing = not (case.nodes or past.finished or past.gave_up or history.stopped)
-        past.without = (past.without or now) if missing else 0.0
-        past.alarmed = missing and now - past.without >= fleet.policy.no_machine_alarm
+        past.no_machine_since = (past.no_machine_since or now) if missing else 0.0
+        past.alarmed = missing and now - past.no_machine_since >= fleet.policy.no_machine_alarm
         if not case.nodes and (past.zone, name) in observed.foreign:
             past.note = f"{name} in {past.zone} is a machine that is not of this fleet"
-        past.used = tuple(sorted({*case.silent_zones, *(node.zone for node in case.nodes)}))
+        past.other_zones = tuple(sorted({*case.silent_zones, *(node.zone for node in case.nodes)}))
     _update_bills(observed, history, now)
     # Computed in every round, so that the fleet continues if the budget is raised.
     history.stopped = fleet.policy.stop or _budget_spent(fleet.policy.budget, history.dollars)
@@ -188,8 +188,8 @@ def _record_verdict(case: WorkerCase) -> None:
 def _count_deaths(case: WorkerCase) -> None:
     """Count the end of each machine once, and remember which one is alive."""
     past = case.past
-    coming = any(node.state.stage is Stage.STARTING for node in case.nodes)
-    past.coming = (past.coming or case.now) if coming else 0.0
+    starting = any(node.state.stage is Stage.STARTING for node in case.nodes)
+    past.starting_since = (past.starting_since or case.now) if starting else 0.0
     for node in case.nodes:
         if node.uid == past.last_dead or node.state.stage is Stage.ENDING:
             continue
@@ -326,7 +326,7 @@ def reason_to_replace(case: WorkerCase, node: Node) -> str:
     if state.stage is Stage.DEAD:
         return f"it is {state.value}: {state.meaning}"
     if state.stage is Stage.STARTING:
-        waited = now - case.past.coming if case.past.coming else 0.0
+        waited = now - case.past.starting_since if case.past.starting_since else 0.0
         late = state is not NodeState.QUEUED and waited > policy.create_timeout
         return f"it has been {state.value} for {waited:.0f} s" if late else ""
     if state.stage is not Stage.RUNNING:

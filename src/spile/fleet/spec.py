@@ -323,7 +323,7 @@ class WorkerHistory:
 
     zone: str
     """The zone of its next machine."""
-    used: tuple[str, ...] = ()
+    other_zones: tuple[str, ...] = ()
     """Other zones where one of its machines may exist."""
     pending: Pending | None = None
     failures: int = 0
@@ -335,9 +335,9 @@ class WorkerHistory:
     """The uid of the machine that was last seen alive. If it disappears, that counts as a preemption."""
     since: float = 0.0
     """When that machine was created."""
-    coming: float = 0.0
+    starting_since: float = 0.0
     """The time since when its machine has been starting; 0 if it is not starting."""
-    without: float = 0.0
+    no_machine_since: float = 0.0
     """The time since when it has had no machine; 0 if it has one or needs none."""
     alarmed: bool = False
     """Whether that is longer than ``Policy.no_machine_alarm``."""
@@ -361,7 +361,7 @@ class WorkerHistory:
     @property
     def zones(self) -> set[str]:
         """Every zone where one of its machines may exist."""
-        return {self.zone, *self.used, *([self.pending.zone] if self.pending else [])}
+        return {self.zone, *self.other_zones, *([self.pending.zone] if self.pending else [])}
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ProcessTree:
                 self.code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
     def end(self, ask_until: float) -> bool:
-        """Send SIGTERM to the processes, or SIGKILL after ``kill_at``. Return True when none is left."""
+        """Send SIGTERM to the processes, or SIGKILL after ``ask_until``. Return True when none is left."""
         self.reap()
         self.left = descendants()
         late = time.monotonic() >= ask_until

@@ -280,14 +280,14 @@ def test_a_worker_without_a_machine_for_long_is_reported_once() -> None:
         return turn(fleet, see(a_node(1), *nodes, health={1: WorkerHealth(now - 10, Phase.RUNNING)}), history, now)[0]
 
     before = later(None, NOW)
-    assert before.workers[0].without == NOW
+    assert before.workers[0].no_machine_since == NOW
     after = later(before, NOW + 1799)
     assert list(events_between(fleet, before, after)) == []
     late = later(after, NOW + 1801)
     assert [kind for kind, _ in events_between(fleet, after, late)] == ["no machine"]
     assert list(events_between(fleet, late, later(late, NOW + 1900))) == []
     there = later(late, NOW + 1901, a_node(0, NodeState.CREATING))
-    assert (there.workers[0].without, there.workers[0].alarmed) == (0.0, False)
+    assert (there.workers[0].no_machine_since, there.workers[0].alarmed) == (0.0, False)
 
 
 def test_a_machine_that_goes_gives_quota_back() -> None:
@@ -322,7 +322,7 @@ def test_a_zone_without_an_answer_stops_only_workers_that_may_be_there() -> None
     fleet = a_fleet()
     _, actions = turn(fleet, see(unanswered={A: CloudError("no answer")}))
     assert words(actions) == [("create", 1, B)]
-    moved = History({0: WorkerHistory(zone=B, used=(A, B))}, deployment="d")
+    moved = History({0: WorkerHistory(zone=B, other_zones=(A, B))}, deployment="d")
     _, actions = turn(fleet, see(unanswered={A: CloudError("no answer")}), moved)
     assert words(actions) == [("create", 1, B)], "its old machine may still be in the zone that does not answer"
     _, actions = turn(
