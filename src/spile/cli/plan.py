@@ -19,7 +19,7 @@ from rich.table import Table
 from spile.cli.aliases import with_guide_defaults
 from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, plain_table, print_json
 from spile.errors import SpecError
-from spile.models.architecture import flops_per_token, parameter_count
+from spile.models.architecture import WEIGHTS_FRACTION, flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
 from spile.planning.machines import Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
@@ -38,8 +38,6 @@ _DEFAULT_MACHINES = ("L4", "A100", "H100", "H100-8", "v5litepod-8", "v5litepod-6
 """The machines to show, after this one, if no --topology is given."""
 _FIRST_TOKENS = 16_384
 """Tokens per device of the first attempt to compile: the worker's own choice on a TPU."""
-_WEIGHTS_SHARE = 0.7
-"""The fraction of a device's memory that weights may fill before they are split over more devices."""
 
 
 @Parameter(name="*", group=_PLAN)
@@ -159,7 +157,7 @@ def _estimate_memory(found: Forecast, machine: Machine) -> tuple[str, bool]:
     """Return whether weights and activations fit on a device, estimated without a compiler and without temporaries."""
     weights = parameter_count(found.config) * (4 if found.spec.dtype == "float32" else 2)
     room, parts = machine.hbm_per_device, 1
-    while weights / parts > _WEIGHTS_SHARE * room and parts < machine.devices:
+    while weights / parts > WEIGHTS_FRACTION * room and parts < machine.devices:
         parts *= 2
     tokens = found.spec.batch_tokens or _FIRST_TOKENS
     rows = 2 * tokens * found.volume.bytes_per_token

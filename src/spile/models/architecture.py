@@ -20,6 +20,9 @@ NormPlace = Literal["pre", "post", "sandwich"]
 """Whether the input of attention and MLP is normed, their output, or both."""
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
+WEIGHTS_FRACTION = 0.4
+"""The fraction of a device's memory that weights may take before they are divided over more devices."""
+
 
 @dataclass(frozen=True)
 class Rope:

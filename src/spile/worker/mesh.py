@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from spile.errors import SpecError
-from spile.models.architecture import ModelConfig, Tensor
+from spile.models.architecture import WEIGHTS_FRACTION, ModelConfig, Tensor
 from spile.models.attention import Attention, attention_over_mesh
 from spile.models.experts import Mixture, choose_mixture, mixture_over_mesh
 from spile.models.params import build
@@ -39,9 +39,6 @@ RULES: Mapping[str, str | None] = {
     "layers": None,
 }
 """Logical axis → mesh axis; None means replicated."""
-
-_WEIGHTS_FRACTION = 0.4
-"""The fraction of device memory that weights may take; the rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def default_shape(
         return devices, 1
     for width in (width for width in range(1, devices) if devices % width == 0):
         plan = MeshPlan(config, devices // width, width)
-        if plan.weight_bytes(itemsize, n_layers, head=head) <= _WEIGHTS_FRACTION * memory:
+        if plan.weight_bytes(itemsize, n_layers, head=head) <= WEIGHTS_FRACTION * memory:
             return plan.data, plan.model
     return 1, devices
 

@@ -90,6 +90,20 @@ def test_a_config_is_enough_and_arithmetic_says_whether_it_fits(
     assert "does not fit: fewer --batch-tokens" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_estimate_divides_weights_as_the_worker_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A model of 15 GB on devices of 16 GB: the worker's mesh is 16 × 4 (tests/pod/test_mesh.py)."""
+    source = Path(spile.models.__file__).parent / "embedded"
+    for file in source.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    config |= {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    config |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ("--dataset", "embedded", "--topology", "v5litepod-64", "--no-compile", "--layers", "1")
+    assert run("--model", str(tmp_path), *words) == 0
+    assert ", 1/4 of them on each device" in " ".join(capsys.readouterr().out.split())
+
+
 def test_json_and_a_counted_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--json", "--topology", "v5e:8x8", "--count", "12", "--layers", "1", "--no-compile") == 0
     part = json.loads(capsys.readouterr().out)
