@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import count, cycle
@@ -15,22 +14,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spile.errors import Failure, SpecError
+from spile.errors import Failure, SpecError, printable
 from spile.hosts.files import RESULTS
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import HostOutcome, Job, run, worst_exit_code
-from spile.view.table import NO_WIDTH
+from spile.view.table import NO_WIDTH, SafeConsole
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_red", "bright_cyan", "bright_green")
 _MAX_LINE = 1 << 16
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Logs:
     """The logs of all hosts: a file for each, and lines for the terminal."""
 
     def __init__(
-        self, hosts: Sequence[Host], folder: Path | None, console: Console | None, *, bare: bool = False
+        self, hosts: Sequence[Host], folder: Path | None, console: SafeConsole | None, *, bare: bool = False
     ) -> None:
         self.folder, self._console = folder, console
         self._rest = dict.fromkeys(hosts, b"")
@@ -87,10 +85,10 @@ class Logs:
             self._console.file.flush()
 
     def _plain(self, line: bytes) -> str:
-        """Return a line that is safe to print: colours stay, codes that move the cursor are removed."""
+        """Return a line that is safe to print: colours stay, codes that move the cursor are removed or escaped."""
         # A progress bar redraws its line after carriage returns, so only its last state is shown.
         text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
-        return self._render(Text.from_ansi(text)) if _CONTROL.search(text) else text
+        return text if printable(text) == text else self._render(Text.from_ansi(text))
 
     def _render(self, text: Text) -> str:
         if self._console is None:
@@ -111,7 +109,7 @@ def results_folder(logs: Path | None) -> Path:
     return next(path for path in names if not path.exists())
 
 
-class HostConsole(Console):
+class HostConsole(SafeConsole):
     """A console whose closed pipe (``spile run … | head``) ends the command on all hosts, like any failed write."""
 
     def on_broken_pipe(self) -> None:
@@ -154,7 +152,7 @@ def print_outcomes(outcomes: Sequence[HostOutcome], logs: Logs, console: Console
 
 def run_on_all(jobs: Mapping[Host, Job], access: Access, results: Path, *, quiet: bool = False) -> int:
     """Run the job of each host, print output and outcomes, and return the worst exit code. Logs go to ``results``."""
-    console = HostConsole(highlight=False)
+    console = HostConsole()
     with Logs(list(jobs), results, None if quiet else console) as logs:
         outcomes = run(jobs, access=access, output=logs.write)
         logs.open()

@@ -13,13 +13,14 @@ from rich.console import Console
 from spile.hosts.hosts import parse_hosts
 from spile.hosts.run import HostOutcome
 from spile.view.hosts import Logs, print_outcomes
+from spile.view.table import SafeConsole
 
 ONE, TWO = parse_hosts(["one,second"])
 
 
-def console(terminal: bool) -> Console:
+def console(terminal: bool) -> SafeConsole:
     system = "standard" if terminal else None
-    return Console(file=io.StringIO(), force_terminal=terminal, color_system=system, width=200, highlight=False)  # type: ignore[arg-type]
+    return SafeConsole(file=io.StringIO(), force_terminal=terminal, color_system=system, width=200)
 
 
 def shown(one: Console) -> str:
@@ -45,6 +46,13 @@ def test_colours_on_a_terminal_and_no_foreign_cursor(tmp_path: Path) -> None:
     assert "\x1b[36mone    │ \x1b[0mplain\n" in text
     assert "\x1b[32msecond │ \x1b[0m\x1b[31mred\x1b[0m clear" in text
     assert not any(code in text for code in ("\x1b[2J", "\x1b]", "\x07"))
+
+
+def test_characters_that_hide_text_or_command_the_terminal_are_escaped() -> None:
+    out = console(terminal=True)
+    with Logs([ONE], None, out) as logs:
+        logs.write(ONE, "rm \u202egnp.exe\u2066 \x9b2J \x1bc \x1b[31mred\x1b[0m\n".encode())
+    assert shown(out) == "\x1b[36mone │ \x1b[0mrm \\u202egnp.exe\\u2066 \\x9b2J \\x1bc \x1b[31mred\x1b[0m\n"
 
 
 def test_nothing_is_made_for_hosts_never_reached(tmp_path: Path) -> None:
