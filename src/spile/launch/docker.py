@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from spile.errors import SpecError, UserError
+from spile.errors import UserError
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
+from spile.launch.engines import check_texts
 from spile.spec.options import check_number, parse_pairs
 from spile.version import __version__
 
@@ -29,6 +30,7 @@ _PASSED = ("HF_TOKEN", "STORAGE_EMULATOR_HOST", "AWS_ACCESS_KEY_ID", "AWS_SECRET
 """Variables that are passed into the container by name, so that no secret is on a command line."""
 _DEFAULT = ("spile", "extract")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,62}")
+_MOUNT = re.compile(r".+:/[^:]*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,9 @@ class ContainerOptions:
     """Seconds that a worker has to commit when it is stopped."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise SpecError("--name", expected="letters, digits, dots and dashes", found=repr(self.name))
+        check_texts("--name", _NAME, "letters, digits, dots and dashes", self.name)
         check_number("--grace", self.grace, 0, 3600)
-        for text in self.mount or ():
-            if not re.fullmatch(r".+:/[^:]*", text, re.DOTALL):
-                raise SpecError("--mount", expected="FOLDER:/PATH", found=repr(text))
+        check_texts("--mount", _MOUNT, "FOLDER:/PATH", *(self.mount or ()))
 
     @property
     def image_name(self) -> str:

@@ -97,9 +97,15 @@ def make_engine(options: WorkerOptions, output: str) -> Engine:
     return engine
 
 
-_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-_LONGEST_NAME = 48
-"""A label has at most 63 characters, and a pod's name adds the numbers of the stream and the host."""
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?")
+"""At most 48 characters: a label has at most 63, and a pod's name adds the numbers of the stream and the host."""
+
+
+def check_texts(flag: str, pattern: str | re.Pattern[str], expected: str, *texts: str | None) -> None:
+    """Raise an error unless each text is None or matches the whole pattern."""
+    for text in texts:
+        if text is not None and not re.fullmatch(pattern, text):
+            raise SpecError(flag, expected=expected, found=repr(text))
 
 
 def refuse_control_characters(flag: str, text: str) -> None:
@@ -141,9 +147,7 @@ class ClusterOptions:
         return parse_pairs("--env", self.env)
 
     def __post_init__(self) -> None:
-        if not _JOB_NAME.fullmatch(self.name) or len(self.name) > _LONGEST_NAME:
-            expected = f"small letters, digits and dashes, {_LONGEST_NAME} at most"
-            raise SpecError("--name", expected=expected, found=repr(self.name))
+        check_texts("--name", _JOB_NAME, "small letters, digits and dashes, 48 at most", self.name)
         check_number("--num-workers", self.num_workers, 1)
         check_number("--hosts-per-worker", self.hosts_per_worker, 1)
         check_number("--gpus", self.gpus, 0)

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from spile.errors import Fenced, Interrupted, SpecError, UserError
-from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
+from spile.launch.engines import ClusterJob, ClusterOptions, check_texts, refuse_control_characters
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.options import check_number, parse_pairs
@@ -125,8 +125,7 @@ class KubernetesOptions(ClusterOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.image or " " in self.image:
-            raise SpecError("--image", expected="an image that the cluster can pull", found=repr(self.image))
+        check_texts("--image", "[^ ]+", "an image that the cluster can pull", self.image)
         check_number("--disk-gb", self.disk_gb, 1)
         check_number("--keep-hours", self.keep_hours, 0)
         if self.gpus and self.topology is not None:
@@ -137,30 +136,22 @@ class KubernetesOptions(ClusterOptions):
             raise SpecError("--jobset", expected="a slice of many hosts", found="one host", fix="leave it out")
         if self.privileged and self.topology is None:
             raise SpecError("--privileged", expected="--topology as well", found="no TPUs", fix="leave it out")
-        for path in self.volumes:
-            if not path.startswith("/"):
-                raise SpecError("--volume", expected="/path=claim", found=repr(path))
-        for text in self.secret or ():
-            if not _SECRET.fullmatch(text):
-                raise SpecError("--secret", expected="VARIABLE=secret/key", found=repr(text))
-        for text in self.toleration or ():
-            if not _TOLERATION.fullmatch(text):
-                raise SpecError("--toleration", expected="key=value:NoSchedule or key:NoSchedule", found=repr(text))
+        check_texts("--volume", "(?s)/.*", "/path=claim", *self.volumes)
+        check_texts("--secret", _SECRET, "VARIABLE=secret/key", *(self.secret or ()))
+        check_texts("--toleration", _TOLERATION, "key=value:NoSchedule or key:NoSchedule", *(self.toleration or ()))
         self._check_names()
 
     def _check_names(self) -> None:
-        named = [
-            ("--namespace", self.namespace),
-            ("--service-account", self.service_account),
-            ("--queue", self.queue),
-            ("--cache-claim", self.cache_claim),
-            *(("--volume", claim) for claim in self.volumes.values()),
-            *(("--pull-secret", name) for name in self.pull_secret or ()),
-        ]
-        for flag, name in named:
-            if name is not None and not _NAME.fullmatch(name):
-                expected = "a name of the cluster's: small letters, digits, dots and dashes"
-                raise SpecError(flag, expected=expected, found=repr(name))
+        named = {
+            "--namespace": [self.namespace],
+            "--service-account": [self.service_account],
+            "--queue": [self.queue],
+            "--cache-claim": [self.cache_claim],
+            "--volume": self.volumes.values(),
+            "--pull-secret": self.pull_secret or (),
+        }
+        for flag, names in named.items():
+            check_texts(flag, _NAME, "a name of the cluster's: small letters, digits, dots and dashes", *names)
         texts = [("--image", self.image), ("--gpu-type", self.gpu_type or "")]
         texts += [("--volume", path) for path in self.volumes]
         texts += [("--node-selector", text) for pair in self.labels.items() for text in pair]

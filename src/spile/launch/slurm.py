@@ -16,13 +16,11 @@ end at once.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spile.errors import SpecError
-from spile.launch.engines import ClusterJob, ClusterOptions, refuse_control_characters
+from spile.launch.engines import ClusterJob, ClusterOptions, check_texts, refuse_control_characters
 from spile.store.quarantine import VARIABLE
 
 _PAUSE = 10
@@ -48,16 +46,13 @@ class SlurmOptions(ClusterOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time is not None and not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", self.time):
-            raise SpecError("--time", expected="D-HH:MM:SS, as sbatch takes it", found=repr(self.time))
+        check_texts("--time", r"(\d+-)?\d+(:\d+){0,2}", "D-HH:MM:SS, as sbatch takes it", self.time)
         words = (("--partition", self.partition), ("--account", self.account), ("--log-dir", self.log_dir))
         for flag, word in words:
-            if word is not None and not re.fullmatch(r"\S+", word):
-                raise SpecError(flag, expected="a word without spaces", found=repr(word))
-        for option in self.sbatch or ():
-            if not option.startswith("-"):
-                raise SpecError("--sbatch", expected="an option such as --constraint=a100", found=repr(option))
-        for flag, text in (*words, ("--setup", self.setup), *(("--sbatch", option) for option in (self.sbatch or ()))):
+            check_texts(flag, r"\S+", "a word without spaces", word)
+        options = self.sbatch or ()
+        check_texts("--sbatch", r"(?s)-.*", "an option such as --constraint=a100", *options)
+        for flag, text in (*words, ("--setup", self.setup), *(("--sbatch", option) for option in options)):
             refuse_control_characters(flag, text or "")
 
 
