@@ -79,21 +79,18 @@ class EngineOptions(WorkerOptions):
         check_number("--hosts-per-worker", self.hosts_per_worker, 1, 10_000)
 
 
-@dataclass(frozen=True)
-class EngineRequest(EngineOptions):
-    """The user's requirements for an engine. An engine raises :class:`SpecError` for those that it cannot meet."""
-
-    output: str = ""
-    """The output folder or bucket, as the user named it."""
-
-
 def make_engine(options: WorkerOptions, output: str) -> Engine:
-    """Create the engine that ``SUPERVISED`` has under this name; it raises SpecError for what it cannot do."""
+    """Create the engine that ``SUPERVISED`` has under this name; it raises SpecError for what it cannot do.
+
+    Args:
+        options: The user's requirements.
+        output: The output folder or bucket, as the user named it.
+    """
     name = options.engine or "local"
     if name not in SUPERVISED:
         raise SpecError("--engine", expected=" or ".join(SUPERVISED), found=name, fix="see spile extract --help")
     module, _, attribute = SUPERVISED[name].partition(":")
-    engine: Engine = getattr(import_module(module), attribute)(EngineRequest(**vars(options), output=output))
+    engine: Engine = getattr(import_module(module), attribute)(EngineOptions(**vars(options)), output)
     return engine
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from spile.errors import SpecError
-from spile.launch.engines import EngineRequest
+from spile.launch.engines import EngineOptions
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.objects import open_folder
 from spile.objects.machine import local_cores
@@ -188,18 +188,18 @@ class LocalEngine:
     name = "local"
     elsewhere = False
 
-    def __init__(self, request: EngineRequest) -> None:
-        refused = {"--ray-address": request.ray_address, "--hosts-per-worker": request.hosts_per_worker > 1}
+    def __init__(self, options: EngineOptions, output: str) -> None:  # noqa: ARG002  (every folder is fine)
+        refused = {"--ray-address": options.ray_address, "--hosts-per-worker": options.hosts_per_worker > 1}
         for flag, given in refused.items():
             if given:
                 raise SpecError(flag, expected="--engine ray", found="--engine local")
         cores = local_cores()
-        workers = request.num_workers or len(cores)
+        workers = options.num_workers or len(cores)
         self.workers = self.room = workers
-        self._log_dir = request.log_dir
+        self._log_dir = options.log_dir
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._free = divide_machine(workers, cores, local_chips(os.environ), request.needs)
+        self._free = divide_machine(workers, cores, local_chips(os.environ), options.needs)
         self._running: dict[int, tuple[WorkerProcess, WorkerShare]] = {}
 
     def check(self, asked: ClusterCheck) -> None:

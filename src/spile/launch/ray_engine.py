@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spile.errors import SpecError, UserError
-from spile.launch.engines import EngineRequest
+from spile.launch.engines import EngineOptions
 from spile.launch.local import WorkerProcess, thread_limits
 from spile.launch.supervisor import ClusterCheck, StreamTask, WorkerEnd
 from spile.version import __version__
@@ -159,19 +159,19 @@ class RayEngine:
     name = "ray"
     elsewhere = True
 
-    def __init__(self, request: EngineRequest) -> None:
-        if request.log_dir is not None:
+    def __init__(self, options: EngineOptions, output: str) -> None:
+        if options.log_dir is not None:
             raise SpecError("--log-dir", expected="--engine local", found="--engine ray, which keeps logs itself")
-        _refuse_package_folder(request.output)
-        self._ray = _connect(request.ray_address)
-        self._needs = request.needs or {"CPU": 1.0}
-        self._hosts_per_worker = request.hosts_per_worker
+        _refuse_package_folder(output)
+        self._ray = _connect(options.ray_address)
+        self._needs = options.needs or {"CPU": 1.0}
+        self._hosts_per_worker = options.hosts_per_worker
         try:
             room = self._count_workers()
         except UserError:
             self._ray.shutdown()
             raise
-        self.workers, self.room = request.num_workers or room, room
+        self.workers, self.room = options.num_workers or room, room
         self._threads = self._thread_limits()
         self._gangs: dict[int, Gang] = {}
 

@@ -30,6 +30,10 @@ from spile.store.snapshot import State, StreamView
 # -- the policy -------------------------------------------------------------------------------------------------------
 
 _LONGEST_DOUBLING, _LONGEST_AFTER_KILL = 5, 2
+_FENCE_RETRIES = 30
+"""Restarts while another worker owns the stream."""
+_LOSS_RETRIES = 5
+"""Restarts after losses in a row without a commit between them. A loss after a commit is always retried."""
 
 
 class RestartAction(Enum):
@@ -81,10 +85,6 @@ class RestartPolicy:
     kill_factor: int = 4
     """A worker that is killed by a signal is restarted this many times as often: a sample may be the cause, and each
     attempt leaves fewer that it can be (:mod:`spile.store.quarantine`)."""
-    fence_retries: int = 30
-    """Restarts while another worker owns the stream."""
-    loss_retries: int = 5
-    """Restarts after losses in a row without a commit between them. A loss after a commit is always retried."""
     pause: float = 5.0
     """Wait before the first restart after an error. It doubles with each further error, five times at most."""
     long_attempt: float = 900.0
@@ -112,7 +112,7 @@ class RestartPolicy:
             lost = 0 if committed or seconds >= self.long_attempt else history.losses + 1
             history = replace(history, losses=lost)
             reason = "its machine was lost" if code is None else "it was stopped"
-            if lost > self.loss_retries:
+            if lost > _LOSS_RETRIES:
                 return Decision(
                     RestartAction.GIVE_UP, f"{reason} {lost} times in a row and nothing was committed", history
                 )
@@ -120,7 +120,7 @@ class RestartPolicy:
         history = replace(history, losses=0)
         if code == Fenced.exit_code:
             history = replace(history, fences=history.fences + 1)
-            action = RestartAction.RESTART if history.fences <= self.fence_retries else RestartAction.GIVE_UP
+            action = RestartAction.RESTART if history.fences <= _FENCE_RETRIES else RestartAction.GIVE_UP
             return Decision(action, "another worker owns it", history, self.pause)
         longest = _LONGEST_DOUBLING
         if is_kill(code):
@@ -473,17 +473,17 @@ class Supervisor:
                 stream.avoid.update(filter(None, [view.host if view else ""]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")
         movable = [views[n] for n, s in running.items() if n in views and s.state == "running" and not s.avoid]
-        slow = slow_stream(movable, views.values(), _LEAST_GAIN) if free else None
+        slow = slow_stream(movable, views.values()) if free else None
         if slow is not None and not running[slow.number].moving:
             self._log(f"stream {slow.number}: its worker on {slow.host} is slow; a free one takes the rest")
             running[slow.number].moving = True
             self.engine.stop(slow.number)
 
 
-def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], least_gain: float) -> StreamView | None:
+def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView]) -> StreamView | None:
     """Return the stream of ``movable`` that would gain most from another worker, or None.
 
-    Its rate must be below a third of the median of ``views``, and moving it must save over ``least_gain`` seconds.
+    Its rate must be below a third of the median of ``views``, and moving it must save over ``_LEAST_GAIN`` seconds.
     """
     rates = [view.tokens_per_second for view in views if view.tokens_per_second]
     usual = statistics.median(rates) if rates else 0.0
@@ -493,7 +493,7 @@ def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView], leas
         return left - left * rate / usual if rate and rate < usual / 3 else 0.0
 
     best = max((view for view in movable if view.state is State.WORKING), key=gain, default=None)
-    return best if best is not None and gain(best) > least_gain else None
+    return best if best is not None and gain(best) > _LEAST_GAIN else None
 
 
 def _is_loss(end: WorkerEnd) -> bool:

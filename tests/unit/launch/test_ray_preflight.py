@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from spile.errors import UserError
-from spile.launch.engines import EngineRequest
+from spile.launch.engines import EngineOptions
 from spile.launch.ray_engine import RayEngine, check_node
 from spile.launch.supervisor import ClusterCheck, StreamTask
 from spile.version import __version__
@@ -93,9 +93,8 @@ def engine(
     }.items():  # fmt: skip
         monkeypatch.setitem(sys.modules, name, module)
     resources = [f"{name}={amount}" for name, amount in needs.items()]
-    return RayEngine(
-        EngineRequest(num_workers=workers, resources=resources, ray_address=address, hosts_per_worker=hosts)
-    )
+    options = EngineOptions(num_workers=workers, resources=resources, ray_address=address, hosts_per_worker=hosts)
+    return RayEngine(options, "gs://runs/out")
 
 
 @pytest.mark.parametrize(

@@ -246,12 +246,12 @@ def test_a_slow_workers_rest_goes_to_a_free_one(elsewhere: bool) -> None:
 
 
 def test_no_stream_is_moved_while_others_wait_or_for_a_small_gain() -> None:
-    assert slow_stream(views(1000.0, 900.0, 400.0).values(), views(1000.0, 900.0, 400.0).values(), 120.0) is None
+    assert slow_stream(views(1000.0, 900.0, 400.0).values(), views(1000.0, 900.0, 400.0).values()) is None
     near = views(1000.0, 900.0, 100.0, left=60.0)
-    assert slow_stream(near.values(), near.values(), 120.0) is None
+    assert slow_stream(near.values(), near.values()) is None
     far = views(1000.0, 900.0, 100.0)
-    assert slow_stream(far.values(), far.values(), 120.0) == far[2]
-    assert slow_stream([], far.values(), 120.0) is None
+    assert slow_stream(far.values(), far.values()) == far[2]
+    assert slow_stream([], far.values()) is None
 
 
 @given(
