@@ -152,6 +152,7 @@ class StoredBlocks(BlockSource):
         self.selection, self._context, self.window, _ = options
         self.samples = sum(record.count for _, record in self._shards)
         self.rows = sum(record.tokens for _, record in self._shards)
+        self._counts: dict[int, _Numbers] = {}
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._open_bytes = 0
         self._lock = threading.Lock()
@@ -228,7 +229,10 @@ class StoredBlocks(BlockSource):
         return RowChunk(keys[order], rows, RowBatch.join(contexts).take(order) if contexts else None)
 
     def counts(self, parts: int) -> _Numbers:
-        return self._per_sample(np.zeros((self.samples, parts), np.int64), partial(self._count, parts, selected=True))
+        if parts not in self._counts:
+            found = np.zeros((self.samples, parts), np.int64)
+            self._counts[parts] = self._per_sample(found, partial(self._count, parts, selected=True))
+        return self._counts[parts]
 
     def data_order(self) -> tuple[_Numbers, _Numbers]:
         lengths = self._per_sample(np.zeros((self.samples, 1), np.int64), partial(self._count, 1, selected=False))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from spile.errors import UserError
 from spile.reading.blocks import JointBlocks
 from spile.reading.rows import BlockOptions, BlockSource, RowBatch, SampleRef, Selection
-from spile.reading.shuffle import MEMORY, RowOrder, Shuffled, ShuffleOrder, ShufflePlan
+from spile.reading.shuffle import MEMORY, RowOrder, Shuffled, ShufflePlan
 from spile.spec.taps import Tap
 
 if TYPE_CHECKING:
@@ -119,10 +119,8 @@ class ShuffledReaders(ABC):
         plan = ShufflePlan(
             rows, batch_rows, seed, *part, drop_last, order, source.samples, source.rows, source.remote, window > 1
         )
-        chosen = ShuffleOrder(plan, source, {"dataset": source.identity, "taps": list(names)})
-        start = chosen.position(state, epochs) if state is not None else chosen.after(after, endless=epochs is None)
         single = isinstance(tap, str | Tap) and not isinstance(source, JointBlocks)
-        return Shuffled(chosen, start, epochs=epochs, dtype=dtype, single=single)
+        return Shuffled(plan, source, names, epochs=epochs, dtype=dtype, single=single, state=state, after=after)
 
     def torch(
         self,

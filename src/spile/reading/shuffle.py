@@ -182,6 +182,22 @@ class ShufflePlan:
         shares = (self.members(self.block_order(epoch, part)) for part in range(self.parts))
         return min(int(counts[share].sum()) for share in shares) // self.batch_rows
 
+    def position_after(self, batches: int, counts: _Numbers, *, endless: bool) -> Position:
+        """Return the position after this many batches from the start."""
+        rows, epoch = batches * self.batch_rows, 0
+        while True:
+            ends = np.cumsum([0, *self.window_rows(epoch, counts)])
+            epoch_rows = total = int(ends[-1])
+            if not endless:  # the last batch of an epoch may have fewer rows; it counts as a full one
+                steps = self.full_batches(epoch, counts) if self.drop_last else -(-total // self.batch_rows)
+                epoch_rows = self.batch_rows * steps
+            if not epoch_rows:
+                raise UserError("after", expected="an epoch with at least one batch", found=f"{total} rows")
+            if rows < epoch_rows:
+                window = int(np.searchsorted(ends, rows, side="right")) - 1
+                return Position(epoch, -(-rows // self.batch_rows), window, rows - int(ends[window]))
+            rows, epoch = rows - epoch_rows, epoch + 1
+
     def permutation(self, epoch: int, number: int, rows: int, *, of_group: bool = False) -> _Numbers:
         """Return the order of the rows of a window, or that in which the rows of a group are divided over windows."""
         return np.random.default_rng([self.seed, epoch, self.part, number, of_group]).permutation(rows)
@@ -216,120 +232,6 @@ class Position(NamedTuple):
     taken: int = 0
     sample: int = 0
     """In the order of the data: the first sample of the groups that contribute to the window."""
-
-
-@dataclass(frozen=True)
-class ShuffleOrder:
-    """A plan, its source, and what else identifies the order: readers with equal orders give equal batches."""
-
-    plan: ShufflePlan
-    source: BlockSource
-    identity: Mapping[str, Any]
-    """Plain JSON values that name the dataset and the taps."""
-
-    def __post_init__(self) -> None:
-        plan, by_norm = self.plan, self.source.selection.by_norm
-        if plan.drop_last and plan.parts > 1 and (plan.order == "data" or by_norm):
-            raise UserError(
-                f"drop_last with {'a bound on norms' if by_norm else 'the order of the data'}",
-                expected="one reader, because the rows of each of several readers are counted only by reading",
-                found=f"{plan.parts} readers",
-                fix="use epochs=None, whose batches are all full, and count steps",
-            )
-
-    def describe(self) -> dict[str, Any]:
-        """Return everything that a state must agree with."""
-        plan, source = self.plan, self.source
-        names = ("batch_rows", "seed", "buffer_rows", "drop_last", "order")
-        return {
-            **self.identity,
-            **{name: getattr(plan, name) for name in names},
-            "selection": source.selection.describe(),
-            "context": source.window,
-            "part": [plan.part, plan.parts],
-            "block": list(plan.block_shape),
-        }
-
-    def state(self, position: Position) -> dict[str, Any]:
-        """Return a position as plain JSON, with everything that a state must agree with and a checksum."""
-        state = {**position._asdict(), **self.describe()}
-        return {**state, "check": _checksum(state)}
-
-    def position(self, state: Mapping[str, Any], epochs: int | None) -> Position:
-        """Return the position that a state names.
-
-        Raises:
-            UserError: The state was edited, is incomplete, or belongs to another dataset or to other arguments.
-        """
-        wanted, fix = self.describe(), "pass the arguments of the reader that made the state, or no state"
-        if not isinstance(state, Mapping) or not {*wanted, *Position._fields, "check"} <= state.keys():
-            raise UserError("state", expected="what state() returned", found=repr(state)[:200])
-        wrong = [name for name, value in wanted.items() if state[name] != value]
-        if wrong:
-            raise UserError(
-                "the state of a different reader",
-                expected=", ".join(f"{name} = {str(state[name])[:80]}" for name in wrong),
-                found=", ".join(f"{name} = {str(wanted[name])[:80]}" for name in wrong),
-                fix=fix,
-            )
-        rest = {name: value for name, value in state.items() if name != "check"}
-        found = Position(*(state[name] for name in Position._fields))
-        valid = all(type(number) is int and 0 <= number < 1 << 53 for number in found)
-        if not valid or state["check"] != _checksum(rest):
-            raise UserError("state", expected="what state() returned", found="an edited state", fix=fix)
-        if found.window >= max(1, self.plan.groups):
-            raise UserError("state", expected=f"a window below {self.plan.groups}", found=found.window, fix=fix)
-        if epochs is not None and found.epoch > epochs:
-            raise UserError("state", expected=f"at most {epochs} epochs", found=f"{found.epoch} complete ones", fix=fix)
-        return found
-
-    def groups(self, epoch: int, number: int, sample: int) -> Iterator[RowGroup]:
-        """Yield the groups of an epoch from this number on. In the order of the data, it begins with this sample."""
-        plan = self.plan
-        if plan.order == "data":
-            yield from self.source.groups(plan, sample)
-            return
-        for each in range(number, plan.groups):
-            samples, part = plan.group(epoch, each)
-            yield RowGroup(0, each + 1 == plan.groups, self.source.reads(samples, part, plan.block_shape[1]))
-
-    @cached_property
-    def _counts(self) -> _Numbers:
-        return self.source.counts(self.plan.block_shape[1])
-
-    def steps(self, epoch: int) -> int | None:
-        """Return the full batches that every reader has in an epoch; None if the reader gives all its rows."""
-        if not self.plan.drop_last or self.plan.parts == 1:
-            return None
-        return self.plan.full_batches(epoch, self._counts)
-
-    def after(self, batches: int, *, endless: bool) -> Position:
-        """Return the position after this many batches from the start, without reading rows."""
-        if batches < 0:
-            raise UserError("after", expected="at least 0", found=batches)
-        if not batches:
-            return Position()
-        if self.plan.order == "data" or self.source.selection.by_norm:
-            expected = (
-                'a state if order="data" or a bound on norms is given: such rows are counted only by reading them'
-            )
-            raise UserError("after", expected=expected, found=f"after={batches}")
-        batch_rows = self.plan.batch_rows
-        rows, epoch = batches * batch_rows, 0
-        while True:
-            ends = np.cumsum([0, *self.plan.window_rows(epoch, self._counts)])
-            epoch_rows = total = int(ends[-1])
-            if not endless:  # the last batch of an epoch may have fewer rows; it counts as a full one
-                steps = self.steps(epoch)
-                if steps is None:
-                    steps = total // batch_rows if self.plan.drop_last else -(-total // batch_rows)
-                epoch_rows = batch_rows * steps
-            if not epoch_rows:
-                raise UserError("after", expected="an epoch with at least one batch", found=f"{total} rows")
-            if rows < epoch_rows:
-                window = int(np.searchsorted(ends, rows, side="right")) - 1
-                return Position(epoch, -(-rows // batch_rows), window, rows - int(ends[window]))
-            rows, epoch = rows - epoch_rows, epoch + 1
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -439,18 +341,92 @@ class Shuffled(Iterator[Any]):
     """
 
     def __init__(
-        self, order: ShuffleOrder, start: Position, *, epochs: int | None, dtype: npt.DTypeLike | None, single: bool
+        self,
+        plan: ShufflePlan,
+        source: BlockSource,
+        taps: Sequence[str],
+        *,
+        epochs: int | None,
+        dtype: npt.DTypeLike | None,
+        single: bool,
+        state: Mapping[str, Any] | None,
+        after: int,
     ) -> None:
-        self._order, self._epochs = order, epochs
+        self._plan, self._source, self._taps, self._epochs = plan, source, taps, epochs
         self._dtype, self._single = None if dtype is None else np.dtype(dtype), single
-        self._begin(start)
+        by_norm = source.selection.by_norm
+        if plan.drop_last and plan.parts > 1 and (plan.order == "data" or by_norm):
+            raise UserError(
+                f"drop_last with {'a bound on norms' if by_norm else 'the order of the data'}",
+                expected="one reader, because the rows of each of several readers are counted only by reading",
+                found=f"{plan.parts} readers",
+                fix="use epochs=None, whose batches are all full, and count steps",
+            )
+        self._begin(self._position_after(after) if state is None else self._position_of(state))
 
     def _begin(self, start: Position) -> None:
         self._position, stop = start, threading.Event()
-        maker = _BatchMaker(self._order, self._epochs, self._dtype, self._single, stop)
+        # The maker has no reference to this object, so that the garbage collector can end both.
+        maker = _BatchMaker(self._plan, self._source, self._epochs, self._dtype, self._single, stop)
         self._items: Iterator[tuple[Any, Position]] = iterate_ahead(maker.run(start), _AHEAD)
         # Also called at the end of the program, while threads can still be stopped in order.
-        self._end = weakref.finalize(self, _close, stop, self._order.source, self._items)
+        self._end = weakref.finalize(self, _close, stop, self._source, self._items)
+
+    def _position_after(self, batches: int) -> Position:
+        if batches < 0:
+            raise UserError("after", expected="at least 0", found=batches)
+        if not batches:
+            return Position()
+        if self._plan.order == "data" or self._source.selection.by_norm:
+            expected = (
+                'a state if order="data" or a bound on norms is given: such rows are counted only by reading them'
+            )
+            raise UserError("after", expected=expected, found=f"after={batches}")
+        counts = self._source.counts(self._plan.block_shape[1])
+        return self._plan.position_after(batches, counts, endless=self._epochs is None)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return everything that a state must agree with: readers for which it is equal give equal batches."""
+        plan, source = self._plan, self._source
+        names = ("batch_rows", "seed", "buffer_rows", "drop_last", "order")
+        return {
+            "dataset": source.identity,
+            "taps": list(self._taps),
+            **{name: getattr(plan, name) for name in names},
+            "selection": source.selection.describe(),
+            "context": source.window,
+            "part": [plan.part, plan.parts],
+            "block": list(plan.block_shape),
+        }
+
+    def _position_of(self, state: Mapping[str, Any]) -> Position:
+        """Return the position that a state names.
+
+        Raises:
+            UserError: The state was edited, is incomplete, or belongs to another dataset or to other arguments.
+        """
+        wanted, fix = self._identity(), "pass the arguments of the reader that made the state, or no state"
+        if not isinstance(state, Mapping) or not {*wanted, *Position._fields, "check"} <= state.keys():
+            raise UserError("state", expected="what state() returned", found=repr(state)[:200])
+        wrong = [name for name, value in wanted.items() if state[name] != value]
+        if wrong:
+            raise UserError(
+                "the state of a different reader",
+                expected=", ".join(f"{name} = {str(state[name])[:80]}" for name in wrong),
+                found=", ".join(f"{name} = {str(wanted[name])[:80]}" for name in wrong),
+                fix=fix,
+            )
+        rest = {name: value for name, value in state.items() if name != "check"}
+        found = Position(*(state[name] for name in Position._fields))
+        valid = all(type(number) is int and 0 <= number < 1 << 53 for number in found)
+        if not valid or state["check"] != _checksum(rest):
+            raise UserError("state", expected="what state() returned", found="an edited state", fix=fix)
+        groups, epochs = self._plan.groups, self._epochs
+        if found.window >= max(1, groups):
+            raise UserError("state", expected=f"a window below {groups}", found=found.window, fix=fix)
+        if epochs is not None and found.epoch > epochs:
+            raise UserError("state", expected=f"at most {epochs} epochs", found=f"{found.epoch} complete ones", fix=fix)
+        return found
 
     def __iter__(self) -> Shuffled:
         return self
@@ -460,12 +436,13 @@ class Shuffled(Iterator[Any]):
         return batch
 
     def __repr__(self) -> str:
-        rows, at = self._order.plan.batch_rows, self._position
+        rows, at = self._plan.batch_rows, self._position
         return f"<shuffled batches of {counted(rows, 'row')}, after batch {at.batches:,} of epoch {at.epoch}>"
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch, as plain JSON for ``shuffled(…, state=…)``."""
-        return self._order.state(self._position)
+        state = {**self._position._asdict(), **self._identity()}
+        return {**state, "check": _checksum(state)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, as torch and torchdata name it."""
@@ -473,14 +450,14 @@ class Shuffled(Iterator[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batch at which a state of the same reader was taken."""
-        position = self._order.position(state, self._epochs)
+        position = self._position_of(state)
         self.close()
         self._begin(position)
 
     @property
     def quality(self) -> str:
         """How random the order is, in words."""
-        return self._order.plan.describe()
+        return self._plan.describe()
 
     def close(self) -> None:
         """Stop reading ahead. The end of the program, or of this object, does the same."""
@@ -508,13 +485,14 @@ class _BatchMaker:
 
     def __init__(
         self,
-        order: ShuffleOrder,
+        plan: ShufflePlan,
+        source: BlockSource,
         epochs: int | None,
         dtype: np.dtype[Any] | None,
         single: bool,
         stop: threading.Event,
     ) -> None:
-        self._order, self._plan, self._source = order, order.plan, order.source
+        self._plan, self._source = plan, source
         self._epochs, self._dtype, self._single, self._stop = epochs, dtype, single, stop
 
     @cached_property
@@ -532,7 +510,7 @@ class _BatchMaker:
         pending = _Rows.join([])
         for window in self._windows(start):
             if window.epoch != epoch:
-                epoch, steps = window.epoch, None if self._epochs is None else self._order.steps(window.epoch)
+                epoch, steps = window.epoch, self._steps(window.epoch)
             rows, taken = window.rows, start.taken if window[:2] == (start.epoch, start.window) else 0
             total = len(rows.slots)
             if taken > total:
@@ -558,6 +536,13 @@ class _BatchMaker:
                     self._release(pending.slots)
                 pending = _Rows.join([])
             batches = 0
+
+    def _steps(self, epoch: int) -> int | None:
+        """Return the full batches that every reader has in an epoch; None if the reader gives all its rows."""
+        plan = self._plan
+        if self._epochs is None or not plan.drop_last or plan.parts == 1:
+            return None
+        return plan.full_batches(epoch, self._source.counts(plan.block_shape[1]))
 
     def _release(self, slots: _Numbers) -> None:
         if len(slots) and not self._plan.keeps_rows:
@@ -604,13 +589,23 @@ class _BatchMaker:
         for epoch in count(start.epoch) if self._epochs is None else range(start.epoch, self._epochs):
             first = start.window if epoch == start.epoch else 0
             number = before = max(0, first - self._plan.spread + 1)
-            for group in self._order.groups(epoch, number, start.sample if first else 0):
+            for group in self._read_groups(epoch, number, start.sample if first else 0):
                 rows = self._load(epoch, number, group.reads) if kept is None else kept
                 kept = rows if self._plan.keeps_rows else None
                 yield epoch, number, group, rows
                 number += 1
             if number == before:  # there is no sample at all
                 yield epoch, number, RowGroup(0, True, iter(())), _Rows.join([])
+
+    def _read_groups(self, epoch: int, number: int, sample: int) -> Iterator[RowGroup]:
+        """Yield the groups of an epoch from this number on. In the order of the data, it begins with this sample."""
+        plan = self._plan
+        if plan.order == "data":
+            yield from self._source.groups(plan, sample)
+            return
+        for each in range(number, plan.groups):
+            samples, part = plan.group(epoch, each)
+            yield RowGroup(0, each + 1 == plan.groups, self._source.reads(samples, part, plan.block_shape[1]))
 
     def _load(self, epoch: int, number: int, reads: Iterator[Read]) -> _Rows:
         """Load a group into the buffer. Returns its rows in the order in which they are divided over windows."""

@@ -353,14 +353,14 @@ def test_what_is_no_state_ends_in_one_line(state: Any) -> None:
 def test_a_state_with_a_correct_checksum_is_still_bounded() -> None:
     dataset = made(cut=4)
     reader = dataset.shuffled("attn.1", 64, memory=4000)
-    order = reader._order
     for position, text in (
         (Position(0, 1, 10**6, 0), "expected a window below"),
         (Position(2, 0, 0, 0), "expected at most 1 epochs, found 2 complete ones"),
         (Position(0, 1, 1, 10**6), "rows of its window"),
     ):
+        reader._position = position
         with pytest.raises(UserError, match=text):
-            list(dataset.shuffled("attn.1", 64, memory=4000, state=order.state(position)))
+            list(dataset.shuffled("attn.1", 64, memory=4000, state=reader.state()))
 
 
 def test_a_state_of_another_dataset_is_refused() -> None:
