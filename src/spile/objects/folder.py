@@ -183,7 +183,7 @@ def read_chunks(folder: Folder, key: str, chunk: int = 8 << 20) -> Iterator[byte
 def remove_by_name(
     where: str, names: Iterable[str], *, ours: Callable[[str], bool], remove: Callable[[str], None], threads: int = 1
 ) -> None:
-    """Remove objects by exact name. All code that removes objects uses this function, after its fence.
+    """Remove objects by exact name. All code that removes stored data uses this function, after its fence.
 
     Args:
         where: The place that the names belong to, for error messages.
