@@ -36,7 +36,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.taps import Tap
 from spile.store.claims import Claim, ClaimBook
 from spile.store.heartbeat import INTERVAL
-from spile.store.index import INDEX, write_entry
+from spile.store.index import write_entry
+from spile.store.layout import INDEX
 from spile.store.ledger import ShardRecord, read_ledger
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader

@@ -18,7 +18,7 @@ from spile.errors import Damaged, Failure, UserError, untrusted
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import kill, raise_errors, ssh_error
 from spile.objects import open_folder
-from spile.store.layout import RUN, STREAM, stream_number
+from spile.store.layout import RUN, STREAM, parse_key, stream_number
 from spile.store.stream import read_stream
 
 RESULTS = "spile-run-"
@@ -354,8 +354,10 @@ def assemble(into: Path, folders: Sequence[Path]) -> bool:
                     fix="run it again on all hosts, into a bucket or an empty folder; these parts cannot be merged",
                 )
     for part in parts:
-        for file in sorted(path for path in part.rglob("*") if path.is_file()):
-            target = into / file.relative_to(part)
+        for info in open_folder(str(part)).list():
+            if info.linked or parse_key(info.key) is None:
+                continue  # It stays in the folder of its host.
+            file, target = part / info.key, into / info.key
             target.parent.mkdir(parents=True, exist_ok=True)
             if part == parts[0]:
                 target.unlink(missing_ok=True)  # Its ledger may have grown since the last call.

@@ -10,7 +10,6 @@ streams running, moves streams away from silent and slow machines, and stops the
 
 from __future__ import annotations
 
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.store.heartbeat import SILENT_AFTER
+from spile.store.layout import access_check_name
 from spile.store.quarantine import STOPPED, Supervision, is_kill
 from spile.store.snapshot import State, StreamView
 
@@ -248,7 +248,7 @@ def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck
     """Create the checks for :meth:`Engine.check`. The token object exists only inside the ``with`` block."""
     home = open_folder(output)
     preflight(home)
-    token = f".spile-home-{secrets.token_hex(8)}"
+    token = access_check_name()
     home.put(token, b"spile\n")
     try:
         yield ClusterCheck(output, token, inputs)

@@ -82,6 +82,8 @@ class ObjectInfo:
     updated: float
     """Modification time, in seconds since the epoch."""
     etag: str | None = None
+    linked: bool = False
+    """Whether a symbolic link leads to it. Linked files are read, but not uploaded, and linked folders not emptied."""
 
 
 @dataclass(frozen=True)

@@ -236,16 +236,21 @@ class LocalWriter:
 
 
 class LocalFolder:
-    """A directory. It is created by the first write."""
+    """A directory. It is created by the first write.
 
-    def __init__(self, path: Path, url: str | None = None, stats: Stats | None = None) -> None:
+    The directory itself may be a symbolic link: the user named it. Links to folders below it are followed to read and
+    to write, and not to delete: another dataset may be there.
+    """
+
+    def __init__(self, path: Path, url: str | None = None, stats: Stats | None = None, top: Path | None = None) -> None:
         self.path = self.local_path = path
+        self._top = path if top is None else top
         self.url = url if url is not None else str(path)
         self.stats = stats if stats is not None else Stats()
 
     def child(self, path: str) -> LocalFolder:
         checked_key(path)
-        return LocalFolder(self.path / path, f"{self.url.rstrip('/')}/{path}", self.stats)
+        return LocalFolder(self.path / path, f"{self.url.rstrip('/')}/{path}", self.stats, self._top)
 
     def get(self, key: str) -> bytes:
         path = self._at(key)
@@ -275,11 +280,11 @@ class LocalFolder:
         return ObjectInfo(key, found.st_size, found.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for key, entry in self._walk(prefix):
+        for key, entry, linked in self._walk(prefix):
             if not entry.name.startswith(_TEMPORARY):
                 with suppress(FileNotFoundError):  # deleted in the meantime
                     found = entry.stat()
-                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+                    yield ObjectInfo(key, found.st_size, found.st_mtime, linked=linked)
 
     def put(self, key: str, data: bytes) -> None:
         """Write a temporary file, sync it and rename it."""
@@ -303,6 +308,12 @@ class LocalFolder:
 
     def delete(self, key: str) -> None:
         path = self._at(key)
+        if self._is_linked(path.parent):
+            raise Unwritable(
+                f"refused to delete {path}",
+                found=f"a symbolic link that leads to {path.parent.resolve()}",
+                fix="remove the link, or choose another --output",
+            )
         with write_errors(path), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
             sync_folder(path.parent)
@@ -313,9 +324,9 @@ class LocalFolder:
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         """Yield temporary files with exactly our form of name, including those of running writers."""
         above, slash, _ = prefix.rpartition("/")
-        for found, entry in self._walk(above + slash):
+        for found, entry, linked in self._walk(above + slash):
             name = _TEMPORARY_NAME.fullmatch(entry.name)
-            if name is not None:
+            if name is not None and not linked:
                 key = found.removesuffix(entry.name) + name[1]
                 if key.startswith(prefix):
                     with suppress(FileNotFoundError):
@@ -346,15 +357,21 @@ class LocalFolder:
             raise
         sync_folder(path.parent)
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield the files whose key starts with the prefix, in the order of their keys."""
+    def _is_linked(self, path: Path) -> bool:
+        """Return whether this path below the folder that the user named is a symbolic link, or in a linked folder."""
+        below = path.relative_to(self._top).parts
+        return any(self._top.joinpath(*below[:count]).is_symlink() for count in range(1, len(below) + 1))
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str], bool]]:
+        """Yield the files whose key starts with the prefix, ordered by key, and whether a link leads to each."""
         above = prefix.rpartition("/")[0]
         if is_valid_prefix(prefix):
-            yield from self._walk_folder(above + "/" if above else "", prefix, set())
+            linked = self._is_linked(self.path / above)
+            yield from self._walk_folder(above + "/" if above else "", prefix, set(), linked)
 
     def _walk_folder(
-        self, folder: str, prefix: str, links: set[tuple[int, int]]
-    ) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        self, folder: str, prefix: str, links: set[tuple[int, int]], linked: bool
+    ) -> Iterator[tuple[str, os.DirEntry[str], bool]]:
         found: dict[str, os.DirEntry[str]] = {}
         with read_errors(self.path / folder), suppress(*_ABSENT), os.scandir(self.path / folder) as entries:
             for entry in entries:
@@ -364,10 +381,11 @@ class LocalFolder:
                 # The key of a directory ends with "/", so that it sorts like its files.
                 found[key if entry.is_dir() else key[:-1]] = entry
         for key in sorted(found):
+            entry = found[key]
             if key.endswith("/"):
-                yield from self._walk_folder(key, prefix, links)
+                yield from self._walk_folder(key, prefix, links, linked or entry.is_symlink())
             elif key.startswith(prefix):
-                yield key, found[key]
+                yield key, entry, linked or entry.is_symlink()
 
 
 def _is_first_visit(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:

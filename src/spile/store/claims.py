@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import secrets
 import threading
 import time
@@ -33,13 +32,12 @@ from typing import NamedTuple
 
 from spile.errors import SpileError
 from spile.objects.folder import Folder, NotFound, read_ahead
+from spile.store.layout import CLAIMS, claim_key, parse_claim
 
-CLAIMS = "claims/"
 CLAIM_SECONDS = 90.0
 """Default time without a renewal after which another worker may take a stream over."""
 _RENEWALS = 4
 """Renewals within that time."""
-_KEY = re.compile(r"claims/(\d{4,9})/(\d{6,9})\.(json|released|done-[0-9a-f]{8})", re.ASCII)
 _CHOICES = 4
 """Candidates choose at random among this many of the best streams, or a quarter, so that they rarely collide."""
 _READERS = 32
@@ -176,7 +174,7 @@ class Claim:
 
     def create(self) -> bool:
         """Create the claim; return False if another worker was faster."""
-        return self._root.create(_key(self.stream, self.number), self._body())
+        return self._root.create(claim_key(self.stream, self.number), self._body())
 
     def renew(self) -> bool:
         """Renew the claim; return False if another worker has taken the stream over."""
@@ -184,13 +182,13 @@ class Claim:
         if newest is not None and newest.number > self.number:
             return False
         self._counter += 1
-        self._root.put(_key(self.stream, self.number), self._body())
+        self._root.put(claim_key(self.stream, self.number), self._body())
         return True
 
     def release(self) -> None:
         """Give the stream up, so that another worker may take it at once, unless it is finished."""
         suffix = self._done if self.finished else "released"
-        self._root.create(_key(self.stream, self.number, suffix), self._body())
+        self._root.create(claim_key(self.stream, self.number, suffix), self._body())
         for key, found in _list(self._root, self.stream):
             if found.number < self.number:
                 self._root.delete(key)
@@ -267,16 +265,12 @@ def _newest(root: Folder, stream: int | None = None) -> dict[int, _Version]:
 def _list(root: Folder, stream: int | None) -> Iterator[tuple[str, _Version]]:
     """Yield the key of each object that belongs to a claim, and what the listing shows of it."""
     for info in root.list(CLAIMS if stream is None else f"{CLAIMS}{stream:04d}/"):
-        if match := _KEY.fullmatch(info.key):
-            yield info.key, _Version(int(match[2]), match[3], (info.updated, info.size, info.etag))
+        if claim := parse_claim(info.key):
+            yield info.key, _Version(claim[1], claim[2], (info.updated, info.size, info.etag))
 
 
 def _read_owner(root: Folder, stream: int, number: int) -> str:
     try:
-        return str(json.loads(root.get(_key(stream, number)))["worker"])
+        return str(json.loads(root.get(claim_key(stream, number)))["worker"])
     except (NotFound, ValueError, KeyError, TypeError, RecursionError):
         return ""  # Other programs can write to the bucket too, so a claim that cannot be parsed has no owner.
-
-
-def _key(stream: int, number: int, suffix: str = "json") -> str:
-    return f"{CLAIMS}{stream:04d}/{number:06d}.{suffix}"

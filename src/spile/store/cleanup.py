@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from spile.errors import Damaged, StoreError
-from spile.objects.folder import Folder, Unfinished, remove_by_name
+from spile.objects.folder import Folder, Unfinished, Unwritable, remove_by_name
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import without_copy
 from spile.store.claims import remove_finished_marks
@@ -25,13 +25,15 @@ from spile.store.layout import (
     STREAM,
     SUBMISSION,
     SUSPECTS,
+    FileKind,
     commit_key,
     commit_number,
     existing_folder,
-    is_addition,
     is_data_file,
+    ledger_file_kind,
     list_stream_files,
     new_attempt,
+    parse_key,
     split_addition,
     stale_commit_key,
     stream_number,
@@ -42,12 +44,11 @@ from spile.store.stream import read_stream
 from spile.version import __version__
 
 _PARALLEL_REMOVALS = 32
-_RECORDS = (METADATA, PREDICTIONS, SUBMISSION, PROGRESS, SUSPECTS, STREAM)
 
 
 def is_worker_file(name: str) -> bool:
     """Return whether a name in a stream's folder has the form of a name that a worker creates."""
-    return name in _RECORDS or commit_number(name) is not None or is_data_file(name)
+    return ledger_file_kind(name) is not None
 
 
 def remove_unfinished(folder: Folder) -> tuple[int, int]:
@@ -95,19 +96,36 @@ def clear_stream(root: Folder, worker_id: int) -> None:
 
     Added taps are removed first, then ``metadata.json``, then the commits from the newest to the oldest, then the
     shards, and ``stream.json`` last. If this is interrupted, commits 1 to n remain, which is a valid ledger.
+
+    Raises:
+        Unwritable: A symbolic link leads to some of the files. Nothing was removed: another dataset may be there.
+
     """
-    remove_finished_marks(root, worker_id)
     folder = root.child(existing_folder(root, worker_id))
-    for name in sorted({info.key.partition("/")[0] for info in folder.list("added_")}):
-        if is_addition(name):
-            clear_folder(folder.child(name))
+    additions = {split_addition(key)[0] for key in _own_files(folder)} - {""}
+    remove_finished_marks(root, worker_id)
+    for name in sorted(additions):
+        clear_folder(folder.child(name))
     clear_folder(folder)
+
+
+def _own_files(folder: Folder) -> set[str]:
+    """Return the files of a stream's folder, with those of added taps; refuse files that a symbolic link leads to."""
+    found = [info for info in folder.list() if is_worker_file(split_addition(info.key)[1])]
+    for info in found:
+        if info.linked:
+            raise Unwritable(
+                f"{folder.url} cannot be started again",
+                found=f"a symbolic link that leads to {info.key}",
+                fix="remove the link, or choose another --output",
+            )
+    return {info.key for info in found}
 
 
 def clear_folder(folder: Folder) -> None:
     """Remove one ledger and its shards in the order that :func:`clear_stream` describes."""
     remove = partial(remove_by_name, folder.url, ours=is_worker_file, remove=folder.delete)
-    names = {info.key for info in folder.list()}
+    names = _own_files(folder)
     merged, suspects = sorted(names & {PREDICTIONS, SUBMISSION}), sorted(names & {SUSPECTS})
     if not _fence(folder):
         busy = f"{folder.url} cannot be started again: a worker has just committed to it"
@@ -148,30 +166,27 @@ def find_garbage(root: Folder, named: dict[str, set[str]], *, now: float, older_
     """
     numbers = {folder: stream_number(folder.partition("/")[0]) or 0 for folder in named}
     found = [
-        Garbage("shard", numbers[folder], info.key, info.size, now - info.updated, info.key)
+        Garbage("shard", numbers[file.ledger], info.key, info.size, now - info.updated, info.key)
         for info in list_stream_files(root)
-        for folder, name in [_split(info.key)]
-        if folder in named and is_data_file(name) and name not in named[folder]
+        if (file := parse_key(info.key)) is not None and file.kind is FileKind.DATA and not info.linked
+        if file.ledger in named and file.name not in named[file.ledger]
     ]
     found += [
-        Garbage("upload", numbers[folder], left.key, left.size, now - left.started, left.handle)
+        Garbage("upload", numbers[file.ledger], left.key, left.size, now - left.started, left.handle)
         for left in root.unfinished("")
-        for folder, name in [_split(left.key)]
-        if folder in named and is_worker_file(name)
+        if (file := parse_key(left.key)) is not None and file.ledger in named
     ]
-    alive = {folder: is_alive(root.child(folder), now) for folder in {_split(item.key)[0] for item in found}}
+    alive = {folder: is_alive(root.child(folder), now) for folder in {_ledger_of(item) for item in found}}
     return [replace(item, state=_state(item, alive, older_than)) for item in found]
 
 
-def _split(key: str) -> tuple[str, str]:
-    """Split a key into the folder of a ledger (a stream's or that of added taps) and the name in it."""
-    stream, _, rest = key.partition("/")
-    added, name = split_addition(rest)
-    return (f"{stream}/{added}", name) if added else (stream, name)
+def _ledger_of(item: Garbage) -> str:
+    file = parse_key(item.key)
+    return "" if file is None else file.ledger
 
 
 def _state(item: Garbage, alive: dict[str, bool], older_than: float) -> str:
-    if alive[_split(item.key)[0]]:
+    if alive[_ledger_of(item)]:
         return "a worker is alive"
     return "too young" if item.age < older_than else "found"
 
@@ -185,12 +200,13 @@ def remove_garbage(root: Folder, garbage: Sequence[Garbage], fences: Mapping[str
     fenced: dict[str, bool] = {}
 
     def removed(item: Garbage) -> bool:
-        folder, name = _split(item.key)
+        folder = _ledger_of(item)
         if folder not in fenced:
             fenced[folder] = fences[folder]()
         if not fenced[folder]:
             return False
         if item.kind == "shard":
+            name = item.key.removeprefix(f"{folder}/")
             remove_by_name(f"{root.url}/{folder}", [name], ours=is_data_file, remove=root.child(folder).delete)
         else:
             root.discard(Unfinished(item.key, item.handle, started=0.0))

@@ -21,9 +21,17 @@ from functools import partial
 from spile.errors import SpileError, StoreError, untrusted
 from spile.objects.folder import Folder, read_ahead
 from spile.objects.mirror import without_copy
-from spile.store.layout import COMMITS, STREAM, ListedStream, commit_key, commit_number, existing_folder, scan_streams
+from spile.store.layout import (
+    COMMITS,
+    STREAM,
+    ListedStream,
+    commit_key,
+    commit_number,
+    existing_folder,
+    index_key,
+    scan_streams,
+)
 
-INDEX = "index/"
 _GROUP = 128
 """The number of streams whose entries are in one object."""
 _MIN_STREAMS = 48
@@ -91,7 +99,7 @@ def copy_ledger(root: Folder, number: int) -> IndexEntry:
 
 def group_key(number: int) -> str:
     """Return the key of the object that has the entry of a stream."""
-    return f"{INDEX}{number // _GROUP:04d}.json.z"
+    return index_key(number // _GROUP)
 
 
 def pack_group(group: Mapping[int, IndexEntry]) -> bytes:

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ PREDICTIONS = "predictions.jsonl"
 SUBMISSION = "submission.json"
 ANSWERS = "answers.json"
 COMMITS = "commits/"
+CLAIMS = "claims/"
+INDEX = "index/"
 
 _ADDITION = re.compile(r"added_[0-9a-f]{8}")
 # The number of digits is limited, because code loops over the numbers that it finds.
@@ -35,8 +38,76 @@ _PREFIXES = ("stream_", "tpu_")
 _PAGE = 1000
 """The number of objects that a bucket lists per request."""
 _COMMIT = re.compile(r"commits/(\d{4}|[1-9]\d{4,11})\.json", re.ASCII)
-_SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors")
-_PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl")
+_STALE_COMMIT = re.compile(r"strays/(\d{4}|[1-9]\d{4,11})-[\w-]+\.json", re.ASCII)
+_SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors", re.ASCII)
+_PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl", re.ASCII)
+_CLAIM = re.compile(r"claims/(\d{4,9})/(\d{6,9})\.(json|released|done-[0-9a-f]{8})", re.ASCII)
+_INDEX = re.compile(r"index/\d{4,}\.json\.z", re.ASCII)
+_ACCESS_CHECK = re.compile(r"\.spile-home-[0-9a-f]{16}")
+
+
+class FileKind(StrEnum):
+    """What a file of a dataset is for."""
+
+    RECORD = "record"
+    """Created once and never changed: ``run.json``, ``stream.json`` and commits. Proofs rely on these alone."""
+    DATA = "data"
+    """A shard or its answers. It is part of the dataset only if a commit names it."""
+    DERIVED = "derived"
+    """Overwritten, for people and launchers: ``spec.json``, ``metadata.json`` and all answers of a stream or a run."""
+    LOCAL = "local"
+    """Of use only in this place: heartbeats, claims, the search for suspects, the index."""
+
+
+_ROOT_FILES = {
+    RUN: FileKind.RECORD,
+    SPEC: FileKind.DERIVED,
+    PREDICTIONS: FileKind.DERIVED,
+    SUBMISSION: FileKind.DERIVED,
+    ANSWERS: FileKind.LOCAL,
+}
+_STREAM_FILES = {
+    STREAM: FileKind.RECORD,
+    METADATA: FileKind.DERIVED,
+    PREDICTIONS: FileKind.DERIVED,
+    SUBMISSION: FileKind.DERIVED,
+    PROGRESS: FileKind.LOCAL,
+    SUSPECTS: FileKind.LOCAL,
+}
+
+
+@dataclass(frozen=True)
+class DatasetFile:
+    """A name below the root of a dataset that has exactly the form of a name that spile gives."""
+
+    kind: FileKind
+    ledger: str
+    """The folder of its ledger: ``stream_5`` or ``stream_5/added_1f3a90c2``; empty for a file of the root."""
+    name: str
+    """Its name in that folder."""
+
+
+def parse_key(key: str) -> DatasetFile | None:
+    """Return which file of a dataset a key below its root names, or None if spile gives no file that name.
+
+    Everything that uploads, copies or deletes files of a dataset decides by this function which files these are.
+    """
+    top, _, rest = key.partition("/")
+    if stream_number(top) is None:
+        kind = _ROOT_FILES.get(key)
+        if kind is None and any(form.fullmatch(key) for form in (_CLAIM, _INDEX, _ACCESS_CHECK)):
+            kind = FileKind.LOCAL
+        return None if kind is None else DatasetFile(kind, "", key)
+    added, name = split_addition(rest)
+    kind = ledger_file_kind(name)
+    return None if kind is None else DatasetFile(kind, f"{top}/{added}" if added else top, name)
+
+
+def ledger_file_kind(name: str) -> FileKind | None:
+    """Return the kind of a file in the folder of a stream or of added taps, or None if spile gives no such name."""
+    if commit_number(name) is not None or _STALE_COMMIT.fullmatch(name):
+        return FileKind.RECORD
+    return FileKind.DATA if is_data_file(name) else _STREAM_FILES.get(name)
 
 
 def stream_folder(worker_id: int, names: str) -> str:
@@ -152,6 +223,27 @@ def commit_number(key: str) -> int | None:
     """Return the number in a name that :func:`commit_key` returned, or None for any other name."""
     match = _COMMIT.fullmatch(key)
     return int(match[1]) if match and int(match[1]) > 0 else None
+
+
+def claim_key(stream: int, number: int, suffix: str = "json") -> str:
+    """Return ``claims/0005/000003.json`` for the third claim on stream 5."""
+    return f"{CLAIMS}{stream:04d}/{number:06d}.{suffix}"
+
+
+def parse_claim(key: str) -> tuple[int, int, str] | None:
+    """Return the stream, the number and the suffix of a name that :func:`claim_key` returned, or None."""
+    match = _CLAIM.fullmatch(key)
+    return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def index_key(group: int) -> str:
+    """Return ``index/0003.json.z`` for the third group of streams, counted from 0."""
+    return f"{INDEX}{group:04d}.json.z"
+
+
+def access_check_name() -> str:
+    """Return a new name for the object with which a launcher checks that its workers reach the dataset."""
+    return f".spile-home-{secrets.token_hex(8)}"
 
 
 def stale_commit_key(number: int, stream: str) -> str:
