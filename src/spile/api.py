@@ -351,7 +351,8 @@ def verify(
         root: The dataset: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
         recompute: The number of random samples to compute again and compare.
         streams: Only these streams; None verifies all, and reports those that were never started.
-        max_samples: The limit that the run was started with, if any.
+        max_samples: The number of samples to expect in each stream; None expects those of the data, or of the limits
+            that ended the run.
         seed: Chooses the samples that are recomputed.
         gc: Search for orphaned shards and unfinished uploads.
         remove: Remove those that are older than ``older_than`` seconds.

@@ -61,7 +61,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
             supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
             outcome = supervisor.run(lambda: view.stop_requests)
         # Name the output as the user wrote it; the spec of the workers has its absolute path.
-        view.finish(outcome, len(tasks), open_folder(output).url, spec.data.max_samples)
+        view.finish(outcome, len(tasks), open_folder(output).url)
         return outcome.exit_code
     finally:
         runner.close()

@@ -235,7 +235,7 @@ def run_stream(
                 for began, ended, name in sorted(watch.progress.spans):
                     log(f"{began:6.2f} to {ended:6.2f} s  {name}")
             summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
-            watch.finish(summary, spec.data.max_samples, _answer_facts(spec, summary))
+            watch.finish(summary, _answer_facts(spec, summary))
             _warn_of_incomplete_copy(spec, summary.stream)
         else:
             log(f"{hosts.name}: done; worker 0 has the summary")
@@ -279,7 +279,7 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
         raise SpecError("--add-taps", expected="one process, with all of its devices", found=f"a pod of {hosts} hosts")
     with worker_display(verbose) as watch:
         summary = run(spec, progress=watch.progress, stop=watch.stop)
-        watch.finish(summary, spec.max_samples)
+        watch.finish(summary)
     if summary.interrupted:
         exit_soon(summary.exit_code)
     return summary.exit_code

@@ -47,7 +47,7 @@ class VerifyFlags:
     seed: int = 0
     """The seed that chooses the samples to recompute."""
     max_samples: int | None = None
-    """The expected number of samples of each stream. [default: as the run was asked for]"""
+    """The expected number of samples of each stream. [default: those of the data, or of the run that was limited]"""
     gc: bool = False
     """List orphaned shards and unfinished uploads."""
     repair: bool = False
@@ -265,7 +265,7 @@ def _verdict(report: Report) -> Text:
         files += f", {counted(len(added), 'tap')} added row for row" if added else ""
         aside = _quarantined_text(report)
         text = f"✓ proven{aside}: {where}; {files}, every checksum right, no NaN"
-        text += f"; the run was limited with {report.asked}" if report.asked else ""
+        text += f"; limited with {report.limits}" if report.limits else ""
         return Text(text, style="bold yellow" if aside else "bold green")
     kinds = [problem.kind for problem in report.all_problems]
     found = ", ".join(_problem_count(report, kind, kinds.count(kind)) for kind in _KINDS if kind in kinds)
@@ -299,7 +299,7 @@ def _hint(report: Report, *, damaged: bool) -> str:
     if damaged:
         return ""
     unfinished = any(problem.kind == "missing" for stream in report.streams for problem in stream.problems)
-    again = "; run the same spile extract again to finish it, or give the run's --max-samples" if unfinished else ""
+    again = "; run the same spile extract again to finish it" if unfinished else ""
     if not report.never_begun:
         return again
     first = next(iter(report.never_begun))

@@ -169,11 +169,6 @@ class FleetSpec:
         return self.run.get("dataset_dir")
 
     @property
-    def max_samples(self) -> int | None:
-        """The number of samples of each stream that are processed; None for all."""
-        return self.run.get("max_samples")
-
-    @property
     def tier(self) -> str:
         """How the machines are paid for, as text."""
         tiers = {

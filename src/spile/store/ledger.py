@@ -162,6 +162,16 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """Why a stream ended before the end of its data."""
+
+    samples: int
+    """The number of samples, from the first on, that the stream holds."""
+    flags: str
+    """The flags that limited the run, such as ``--max-samples 100``."""
+
+
+@dataclass(frozen=True)
 class Commit:
     """One entry of a stream's ledger."""
 
@@ -178,6 +188,8 @@ class Commit:
     version: str = ""
     parts: tuple[Part, ...] = ()
     """The rows of a streamed dataset that were read since the last commit."""
+    limit: Limit | None = None
+    """The limits that ended the stream here. A later run with larger limits continues behind this commit."""
 
     def to_bytes(self) -> bytes:
         return seal(
@@ -193,6 +205,7 @@ class Commit:
                 "created": self.created,
                 "version": self.version,
                 **({"parts": [astuple(part) for part in self.parts]} if self.parts else {}),
+                **({"limit": asdict(self.limit)} if self.limit else {}),
             }
         )
 
@@ -215,8 +228,10 @@ class Commit:
                 created=str(fields["created"]),
                 version=str(fields["version"]),
                 parts=tuple(Part(int(first), int(rows), str(hash_)) for first, rows, hash_ in fields.get("parts", ())),
+                limit=Limit(int(limit["samples"]), str(limit["flags"])) if (limit := fields.get("limit")) else None,
             )
-            numbers = (commit.number, commit.end or 0, *(skip.index for skip in commit.skipped))
+            ends = commit.end or 0, commit.limit.samples if commit.limit else 0
+            numbers = (commit.number, *ends, *(skip.index for skip in commit.skipped))
             if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER:
                 raise ValueError("a number is out of range")
             if commit.created:
@@ -263,6 +278,8 @@ class Ledger:
     """The time of the last commit."""
     parts: tuple[Part, ...] = ()
     """The rows of a streamed dataset that were read, from its first row on."""
+    limit: Limit | None = None
+    """The limits that ended the stream; None if they did not, or if samples were committed after that."""
 
     @property
     def rows(self) -> int | None:
@@ -303,14 +320,23 @@ class Ledger:
             known.append(max(self.done.bounds(), default=0))
         return min((count for count in known if count is not None), default=None)
 
+    def required(self, total: int | None) -> int | None:
+        """Return the number of samples that the stream must hold according to its commits, or None if it is not known.
+
+        ``total`` is the number of samples of the data; None if it is only known after reading them.
+        """
+        return self.expected(total, None if self.limit is None else self.limit.samples)
+
     def plus(self, commits: Iterable[Commit]) -> Ledger:
         """Return the ledger with these commits appended. All samples are sorted only once."""
         pairs, files, parts = self.done.pairs(), list(self.files), list(self.parts)
         quarantined = list(self.quarantined)
         listed, skipped = len(self.done), self.skipped
-        last, end, created = self.commits, self.end, self.created
+        last, end, created, limit = self.commits, self.end, self.created, self.limit
         for commit in commits:
-            pairs += commit.pairs()
+            own = commit.pairs()
+            pairs += own
+            limit = commit.limit or (None if own else limit)
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
             listed += sum(shard.count for shard in commit.shards) + len(commit.skipped)
             skipped += len(commit.skipped)
@@ -322,9 +348,7 @@ class Ledger:
         done = Ranges(pairs)
         # If the counts agree, no sample is listed twice, and the slower search for duplicates is not needed.
         doubled = self.doubled if len(done) == listed else self.doubled | Ranges.repeated(pairs)
-        return Ledger(
-            done, doubled, last, tuple(files), skipped, tuple(quarantined), end=end, created=created, parts=tuple(parts)
-        )
+        return Ledger(done, doubled, last, tuple(files), skipped, tuple(quarantined), end, created, tuple(parts), limit)
 
 
 def commit_numbers(folder: Folder) -> list[int]:

@@ -129,6 +129,8 @@ class StreamReport:
     """The locations of the copies of commits that a repair removed from the ledger; None if there was no repair."""
     name: str = ""
     """The name of the stream's folder."""
+    limits: str = ""
+    """The flags that ended the stream before the end of its data, such as ``--max-samples 100``."""
 
     @property
     def ok(self) -> bool:
@@ -150,8 +152,6 @@ class Report:
     """The number of streams of the split; None if no stream's record states it."""
     never_begun: Ranges = field(default_factory=Ranges)
     """The streams that must exist but were never started."""
-    asked: str = ""
-    """The flags that limited the samples of each stream, such as ``--max-samples 100``."""
     unchecked: tuple[str, ...] = ()
     """What could not be checked, and why."""
 
@@ -164,6 +164,11 @@ class Report:
     def all_problems(self) -> tuple[Problem, ...]:
         """The problems of the dataset and of all its streams."""
         return (*self.problems, *(problem for stream in self.streams for problem in stream.problems))
+
+    @property
+    def limits(self) -> str:
+        """The flags that ended streams before the end of their data, according to the commits."""
+        return ", ".join(dict.fromkeys(stream.limits for stream in self.streams if stream.limits))
 
     @property
     def quarantined(self) -> tuple[Skip, ...]:
@@ -183,7 +188,7 @@ class Report:
             "ok": self.ok,
             "streams": [_stream_json(stream) for stream in self.streams],
             "streams_expected": self.streams_expected,
-            "asked": self.asked,
+            "limits": self.limits,
             "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
             "unchecked": list(self.unchecked),

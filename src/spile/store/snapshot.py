@@ -260,7 +260,7 @@ def _view_stream(
 ) -> StreamView:
     """Return the view of one stream. The ledger is authoritative; the heartbeat adds what is not committed yet."""
     seen = beat or _NO_BEAT
-    total = ledger.end if record is None or record.identity.samples is None else record.identity.samples
+    total = ledger.required(None if record is None else record.identity.samples)
     expected = total if seen.expected is None else seen.expected
     done = expected is not None and not Ranges([(0, expected)]) - ledger.done
     state = State.DONE if done else _state(beat, ledger, now)

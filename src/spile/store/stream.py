@@ -25,6 +25,7 @@ from spile.store.ledger import (
     STREAM_FORMATS,
     Commit,
     Ledger,
+    Limit,
     ShardRecord,
     iso_time,
     read_commits,
@@ -92,6 +93,7 @@ class StreamWriter:
         shards: Sequence[ShardRecord],
         skipped: Sequence[Skip] = (),
         end: int | None = None,
+        limit: Limit | None = None,
     ) -> Commit:
         """Make shards and skipped samples part of the dataset atomically.
 
@@ -116,6 +118,7 @@ class StreamWriter:
                 created=iso_time(),
                 version=__version__,
                 parts=tuple(part for part in self.read_parts() if part.first >= recorded),
+                limit=limit,
             )
             if twice := Ranges.repeated([*self._ledger.done.pairs(), *commit.pairs()]):
                 raise StoreError(

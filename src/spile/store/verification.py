@@ -17,9 +17,7 @@ from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec
 from spile.spec.sample import BAD_ROW
-from spile.spec.taps import row_bytes
 from spile.store.cleanup import HOUR, fence, find_garbage, free_number, remove_garbage, repair_ledger
 from spile.store.layout import COMMITS, RUN, STREAM, ListedStream, scan_streams
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_all_commits
@@ -27,7 +25,7 @@ from spile.store.parts import DatasetPart, RunParts
 from spile.store.predictions import Decode
 from spile.store.recomputation import Recompute, compare
 from spile.store.report import Problem, Report, StreamReport
-from spile.store.run import read_run, stored_spec
+from spile.store.run import read_run
 from spile.store.shard_check import check_shard
 from spile.store.stream import StreamRecord, all_rows_hashed, read_stream
 from spile.store.streams import (
@@ -98,10 +96,11 @@ def verify(
     """Check every sample, every checksum and every shape of the dataset at ``root``.
 
     ``streams`` selects streams; None checks all, and reports streams of the split that were never started.
-    ``max_samples`` replaces the ``--max-samples`` of the run, whose limits are read from ``spec.json``. ``recompute``
-    computes ``k`` random samples again and compares them. ``gc`` searches for garbage older than ``older_than``
-    seconds, and ``remove`` removes it. ``repair`` replaces stale commits and keeps copies. ``progress`` gets the
-    checked and total bytes. ``decode`` returns the text of token ids, to compare it with the texts of answers.
+    ``max_samples`` is the number of samples to expect in each stream; None expects those of the data or, if limits of
+    the run ended the stream, as many as the commits say. ``recompute`` computes ``k`` random samples again and compares
+    them. ``gc`` searches for garbage older than ``older_than`` seconds, and ``remove`` removes it. ``repair`` replaces
+    stale commits and keeps copies. ``progress`` gets the checked and total bytes. ``decode`` returns the text of token
+    ids, to compare it with the texts of answers.
     ``run_parts`` checks shards in other processes with :func:`verify_part`; this process then reads only the ledgers
     and merges the results, so that the report is the same.
     """
@@ -118,12 +117,10 @@ def verify(
     if recompute is not None and k:
         recomputed, wrong = compare(run, _readable_streams(found), recompute, k, seed)
         problems += wrong
-    asked = _run_limits(folder, max_samples)
     report = Report(
         folder.url,
         run.fingerprint(),
-        tuple(_report_on(stream, run, asked) for stream in found),
-        asked=asked.limits,
+        tuple(_report_on(stream, run, max_samples) for stream in found),
         recomputed=recomputed,
         problems=tuple(problems),
         streams_expected=expected_streams(records),
@@ -185,16 +182,6 @@ def _require_run(root: Folder) -> RunIdentity:
     if run is None:
         raise UserError(f"no dataset at {root.url}", expected=f"a folder with {RUN}", found="none")
     return run
-
-
-def _run_limits(root: Folder, max_samples: int | None) -> DataSpec:
-    """Return the limits that the last command of the run was given; no limit if there is no readable ``spec.json``.
-
-    Without the limits more samples are expected, so an unreadable spec never makes an incomplete dataset complete.
-    """
-    spec = stored_spec(root)
-    asked = DataSpec() if spec is None else spec.data
-    return asked if max_samples is None else replace(asked, max_samples=max_samples)
 
 
 def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_LedgerCheck]:
@@ -294,14 +281,13 @@ def _readable_streams(streams: Sequence[_LedgerCheck]) -> list[Stream]:
     ]
 
 
-def _report_on(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> StreamReport:
-    """Compare the stream's samples with those that it must have."""
+def _report_on(stream: _LedgerCheck, run: RunIdentity, max_samples: int | None) -> StreamReport:
+    """Compare the stream's samples with those that it must have, according to create-only records alone."""
     ledger = Ledger().plus(stream.commits)
     where = stream.folder.url
     identity = None if stream.record is None else stream.record.identity
     total = ledger.end if identity is None or identity.samples is None else identity.samples
-    most = None if identity is None else asked.token_limit(row_bytes(identity.rows(run)))
-    expected = ledger.expected(total, asked.max_samples, most)
+    expected = ledger.required(total) if max_samples is None else ledger.expected(total, max_samples)
     problems = [problem for each in stream.ledgers for problem in each.all_problems]
     problems += [problem for added in stream.additions for problem in _check_added_taps(stream, added)]
     missing = Ranges()
@@ -341,6 +327,7 @@ def _report_on(stream: _LedgerCheck, run: RunIdentity, asked: DataSpec) -> Strea
         doubled=ledger.doubled,
         problems=tuple(problems),
         stale_commits=Ranges.of(commit.number for commit in stream.stale),
+        limits=f"--max-samples {max_samples}" if max_samples else ledger.limit.flags if ledger.limit else "",
     )
 
 

@@ -24,7 +24,6 @@ from spile.view.table import (
     health_line,
     progress_parts,
     totals_line,
-    verify_command,
 )
 
 _STYLE = {
@@ -203,7 +202,7 @@ def watch(
     ended = "the work is finished"  # This also holds if the budget was reached meanwhile: nothing was left to stop.
     if status.failed:
         ended = status.history.stopped or "some workers were given up"
-    following = verify_command(status.fleet.root, status.fleet.max_samples)
+    following = f"spile verify {status.fleet.root}"
     if status.failed and status.history.stopped:
         following = "spile deploy continues the run"
         if not status.fleet.policy.stop:

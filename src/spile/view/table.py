@@ -284,11 +284,6 @@ def progress_parts(percent: float | None, seconds_left: float | None) -> list[st
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts
 
 
-def verify_command(root: str, max_samples: int | None) -> str:
-    """Return the command that verifies a dataset."""
-    return f"spile verify {root}" + ("" if max_samples is None else f" --max-samples {max_samples}")
-
-
 def health_line(health: Snapshot | FleetStatus) -> str:
     """Return the counts of the status summary as one line of text."""
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"

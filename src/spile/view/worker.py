@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
-from spile.view.table import PipeSafeConsole, print_event, print_facts, verify_command
+from spile.view.table import PipeSafeConsole, print_event, print_facts
 from spile.worker.progress import Progress, ProgressSnapshot, Summary
 from spile.worker.signals import stop_on_signals
 
@@ -40,9 +40,9 @@ class WorkerDisplay:
     progress: Progress
     stop: threading.Event
 
-    def finish(self, summary: Summary, max_samples: int | None = None, more: Sequence[tuple[str, str]] = ()) -> None:
+    def finish(self, summary: Summary, more: Sequence[tuple[str, str]] = ()) -> None:
         """Print the summary, with the rows ``more`` before the next command."""
-        *rows, command = summary_rows(summary, max_samples)
+        *rows, command = summary_rows(summary)
         print_facts(self.console, [*rows, *more, command])
 
 
@@ -200,7 +200,7 @@ def _time_left(now: ProgressSnapshot, total: int | None) -> str:
     return f"{duration((total - now.samples) * working / now.samples)} left"
 
 
-def summary_rows(summary: Summary, max_samples: int | None = None) -> list[tuple[str, str]]:
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     """Return the rows of the summary: location, amounts, rates and the next command."""
     progress = summary.progress
     rows = [
@@ -217,7 +217,7 @@ def summary_rows(summary: Summary, max_samples: int | None = None) -> list[tuple
         ("device", summary.device),
         ("memory", f"at most {size(summary.peak_memory)} of host memory"),
         ("retries", f"{summary.retries}" if summary.retries else ""),
-        ("next", _next(summary, max_samples)),
+        ("next", _next(summary)),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -249,11 +249,13 @@ def _wall_time(progress: ProgressSnapshot) -> str:
     return f"{duration(wall.total)}: " + ", ".join(f"{name} {duration(max(0.0, spent))}" for name, spent in parts)
 
 
-def _next(summary: Summary, max_samples: int | None) -> str:
+def _next(summary: Summary) -> str:
     if summary.interrupted or not summary.complete:
         return "the same command again resumes"
     if not summary.scattered:
-        return verify_command(summary.root, max_samples)
-    here, collected = Path(summary.root).absolute(), verify_command("collected_activations", max_samples)
-    shared = f"if the hosts share this disk: {verify_command(str(here), max_samples)}"
-    return f"on your computer: spile collect {here} --tpu-prefix NAME && {collected} ({shared})"
+        return f"spile verify {summary.root}"
+    here = Path(summary.root).absolute()
+    return (
+        f"on your computer: spile collect {here} --tpu-prefix NAME && spile verify collected_activations "
+        f"(if the hosts share this disk: spile verify {here})"
+    )

@@ -139,7 +139,8 @@ def _choose_finished_streams(spec: BackfillSpec, root: Folder, streams: Sequence
     read_ledgers(chosen)
     for stream in chosen:
         ledger = Ledger().plus(stream.commits)
-        expected = ledger.expected(stream.record.identity.samples, spec.max_samples)
+        total = stream.record.identity.samples
+        expected = ledger.required(total) if spec.max_samples is None else ledger.expected(total, spec.max_samples)
         if expected is None or Ranges([(0, expected)]) - ledger.done:
             of = "" if expected is None else f" of {expected}"
             raise _unfinished(root, f"{len(ledger.done)}{of} samples in stream {stream.number}")
@@ -151,7 +152,7 @@ def _unfinished(root: Folder, found: str) -> SpecError:
         "--add-taps",
         expected=f"a finished dataset in {root.url}",
         found=found,
-        fix="finish it with the command that started it, or give the --max-samples that it was made with",
+        fix="finish it with the command that started it",
     )
 
 

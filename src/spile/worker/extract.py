@@ -26,7 +26,7 @@ from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_unfinished, stream_exists, stream_has_commits
 from spile.store.index import write_entry
 from spile.store.layout import stream_folder
-from spile.store.ledger import Ledger
+from spile.store.ledger import Ledger, Limit
 from spile.store.quarantine import (
     MAX_QUARANTINED,
     Step,
@@ -366,6 +366,7 @@ def _finish(
 ) -> Summary:
     """Write what is derived from the ledger if the stream is finished, and return what the stream holds."""
     if hosts.first and finished:
+        commit_limit(run, stream)
         stream.finish()
         write_entry(run.root, stream.record.worker_id)
         if run.spec.generation is not None:
@@ -444,6 +445,15 @@ def commit_end(run: ResolvedRun, stream: StreamWriter, sink: Sink, reader: Sampl
     """Commit the number of samples of a stream that only reading it tells, unless the ledger has it."""
     if run.stream_identity.samples is None and stream.ledger.end is None and reader.total is not None:
         sink.commit(None, end=reader.total)
+
+
+def commit_limit(run: ResolvedRun, stream: StreamWriter) -> None:
+    """Commit the limits that ended a finished stream before the end of its data, unless the ledger has them."""
+    ledger = stream.ledger
+    expected, total = run.expected_samples(ledger), ledger.expected(run.stream_identity.samples)
+    recorded = -1 if ledger.limit is None else ledger.limit.samples
+    if expected is not None and expected != total and recorded < expected and not _has_work(run, stream):
+        stream.commit([], limit=Limit(expected, run.spec.data.limits))
 
 
 def _existing_stream(run: ResolvedRun) -> StreamWriter | None:

@@ -50,7 +50,7 @@ from spile.store.shard import decode, split
 from spile.store.stream import StreamWriter
 from spile.worker.batches import Batch, Sizes
 from spile.worker.device import configure_jax, place_model
-from spile.worker.extract import commit_end, join, make_producer
+from spile.worker.extract import commit_end, commit_limit, join, make_producer
 from spile.worker.pipeline import Sink, run_pipeline
 from spile.worker.producer import Control, Producer, RowBlock, with_positions
 from spile.worker.progress import Progress
@@ -578,6 +578,7 @@ class ActivationStream(ShuffledReaders):
                 )
             if finished and stream is not None:
                 commit_end(run, stream, Sink(stream), reader)
+                commit_limit(run, stream)
                 stream.finish()
         except BaseException as error:  # noqa: BLE001 - raised in the reader
             feed.fail(error)

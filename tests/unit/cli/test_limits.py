@@ -42,7 +42,7 @@ def test_a_limit_in_tokens_ends_a_run_and_a_higher_one_continues_it(
     assert 100 <= tokens < 100 + 5 * 8, "it ends with the sample that reaches the limit"
     capfd.readouterr()
     assert spile("verify", output) == 0
-    assert "the run was limited with --max-tokens 100" in capfd.readouterr().out
+    assert "limited with --max-tokens 100" in capfd.readouterr().out
     assert run(output, texts, "--max-tokens", "100") == 0
     assert "nothing was left to do" in capfd.readouterr().out
     assert run(output, texts, "--max-tokens", "200") == 0
@@ -74,6 +74,43 @@ def test_a_limited_stream_with_a_hole_is_not_complete(tmp_path: Path, texts: Pat
     assert not verify(str(output)).ok
     assert run(output, texts, *flags) == 0
     assert verify(str(output)).ok
+
+
+def edit_spec(output: Path, **fields: object) -> None:
+    spec = output / "spec.json"
+    spec.write_text(json.dumps(json.loads(spec.read_text()) | fields))
+
+
+def test_the_commits_say_where_a_limited_run_ended_and_not_the_spec(tmp_path: Path, texts: Path) -> None:
+    output = tmp_path / "out"
+    assert run(output, texts, "--max-samples", "7") == 0
+    last = sorted((output / "stream_0" / "commits").iterdir())[-1]
+    assert json.loads(last.read_text())["limit"] == {"samples": 7, "flags": "--max-samples 7"}
+    assert run(output, texts, "--max-samples", "5") == 0, "it holds more than that"
+    edit_spec(output, max_samples=None)
+    assert held(output)[0] == 7
+    last.unlink()
+    edit_spec(output, max_samples=7)
+    (stream,) = verify(str(output)).streams
+    assert (stream.expected, len(stream.missing)) == (40, 33), "without the commit, all of the data is expected"
+    assert run(output, texts, "--max-samples", "7") == 0
+    assert verify(str(output)).ok, "the same command commits the limit although nothing else was left to do"
+    assert verify(str(output)).limits == "--max-samples 7"
+
+
+def test_a_run_that_was_killed_behind_its_limit_is_not_complete(tmp_path: Path, texts: Path) -> None:
+    output = tmp_path / "out"
+    assert run(output, texts, "--max-samples", "7") == 0
+    commits = output / "stream_0" / "commits"
+    before = set(commits.iterdir())
+    assert run(output, texts, "--max-samples", "20") == 0
+    assert verify(str(output)).limits == "--max-samples 20"
+    max(set(commits.iterdir()) - before).unlink()
+    (stream,) = verify(str(output)).streams
+    assert (stream.samples, stream.expected, stream.limits) == (20, 40, "")
+    assert run(output, texts) == 0
+    assert verify(str(output)).ok
+    assert verify(str(output)).limits == ""
 
 
 @pytest.mark.slow

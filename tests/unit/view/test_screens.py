@@ -164,12 +164,7 @@ def test_summary() -> None:
 
     def screen(width: int) -> str:
         ends = (DONE, resumed, stopped, replace(DONE, scattered=True, root="/data/activations"))
-        return "\n".join(
-            captured(
-                lambda out, end=end: print_facts(out, summary_rows(end, 21_400 if end is resumed else None)), width
-            )
-            for end in ends
-        )
+        return "\n".join(captured(lambda out, end=end: print_facts(out, summary_rows(end)), width) for end in ends)
 
     check("summary", at_each_width(screen))
 

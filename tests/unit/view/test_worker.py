@@ -104,8 +104,8 @@ def test_a_slow_store_is_shown_in_fitting_units() -> None:
 
 
 def test_what_comes_next_depends_on_how_it_ended() -> None:
-    assert dict(summary_rows(DONE, 21))["next"] == "spile verify ./activations --max-samples 21"
-    assert dict(summary_rows(replace(DONE, interrupted=True), 21))["next"] == "the same command again resumes"
+    assert dict(summary_rows(DONE))["next"] == "spile verify ./activations"
+    assert dict(summary_rows(replace(DONE, interrupted=True)))["next"] == "the same command again resumes"
     assert dict(summary_rows(replace(DONE, complete=False)))["next"] == "the same command again resumes"
 
 
