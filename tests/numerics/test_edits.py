@@ -82,9 +82,9 @@ def with_edits(model: Any, steering: Steering) -> None:
     for tap, kind, value in zip(steering.taps, steering.kinds, steering.values, strict=True):
         point = find_hook_point(model, find_layers(model), tap)
 
-        def change(rows: Any, tap: Tap = tap, kind: str = kind, value: Any = value) -> Any:
+        def change(rows: Any, tap: Tap = tap, kind: str = kind, value: Any = value, point: Any = point) -> Any:
             if tap.heads is None:
-                return in_torch(kind, value, rows)
+                return in_torch(kind, value, point.value(rows)) / (point.scale or 1)
             size = value.shape[0]
             new, here = rows.clone(), slice(tap.heads[0] * size, (tap.heads[0] + 1) * size)
             new[..., here] = in_torch(kind, value, rows[..., here])
@@ -210,7 +210,7 @@ def test_patterns_and_heads_equal_transformers(case: str, tmp_path: Path) -> Non
             np.testing.assert_allclose(ours[f"pattern.{layer}.1.top{few}"][number], largest, atol=2e-5)
             z, weight = inputs[layer]
             by_head = np.einsum("shd,mhd->shm", z.reshape(len(tokens), config.n_heads, -1), weight)
-            flat = by_head.reshape(len(tokens), -1)
+            flat = by_head.reshape(len(tokens), -1) * (config.residual_scale or 1.0)
             assert cases.distance(ours[f"head_out.{layer}"][number], flat) < TOLERANCE
 
 
@@ -298,8 +298,10 @@ def _transformers_gradients(
 
     model = transformers_model(folder).to(dtype)
     kept: dict[Tap, Any] = {}
+    scales: dict[Tap, float] = {}
     for tap in (tap for tap in taps if tap.gradient):
         point = find_hook_point(model, find_layers(model), replace(tap, gradient=False))
+        scales[tap] = point.scale or 1.0
 
         def keep(value: Any, tap: Tap = tap) -> None:
             value.retain_grad()
@@ -314,7 +316,7 @@ def _transformers_gradients(
         ids = torch.from_numpy(tokens)[None].long()
         model(ids, labels=ids).loss.backward()
         for tap, value in kept.items():
-            found[tap].append(value.grad.reshape(len(tokens), -1).double().numpy())
+            found[tap].append(value.grad.reshape(len(tokens), -1).double().numpy() / scales[tap])
     return found
 
 

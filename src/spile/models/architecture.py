@@ -103,15 +103,14 @@ class ModelConfig:
     final_softcap: float | None = None
     """The bound that tanh puts on the scores, and on the logits."""
     embedding_scale: float | None = None
+    """A factor on the embeddings."""
     experts: Experts | None = None
     no_rope: tuple[int, ...] = ()
     """Layers without rotary positions."""
     rope_interleaved: bool = False
     """Whether the rotated pairs are neighbours (0, 1), (2, 3), … instead of (0, half), (1, half + 1), …"""
-    input_scale: float | None = None
-    """A factor on the embeddings that is applied after the `embed` tap, not by the embedding itself."""
     residual_scale: float | None = None
-    """A factor on what attention and MLP add to the residual stream."""
+    """A factor on the outputs of attention and MLP before they are added to the residual stream."""
     logits_divisor: float | None = None
     head_bias: bool = False
     shared_norm: bool = False

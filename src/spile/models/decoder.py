@@ -454,8 +454,6 @@ def embed(params: Params, tokens: Int[Array, "rows seq"], positions: Array, conf
         if config.embedding_scale is not None:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = hook("embed", x)
-        if config.input_scale is not None:
-            x = x * jnp.asarray(config.input_scale, x.dtype)
         if params.positions is not None:
             x = x + jnp.take(params.positions, positions, axis=0, mode="clip")
     return x
@@ -478,10 +476,10 @@ def block(
     with jax.named_scope("attn"):
         normed = norm(x, layer.attn_norm, layer.attn_norm_bias, config)
         out = _attention(hook("attn_in", normed), layer, angles, config, attend, hook)
-        added = norm(out, layer.attn_post_norm, None, config)
+        added = _scaled(norm(out, layer.attn_post_norm, None, config), config)
     added = hook("attn", added)
     with jax.named_scope("mlp"):
-        middle = hook("resid_mid", x + _scaled(added, config))
+        middle = hook("resid_mid", x + added)
         if not config.shared_norm:
             normed = norm(x if config.parallel else middle, layer.mlp_norm, layer.mlp_norm_bias, config)
         normed = hook("mlp_in", normed)
@@ -489,14 +487,18 @@ def block(
             out = mlp(normed, layer, config, hook)
         else:
             out = routed_mlp(normed, layer, config, hook, mixture)
-        added = norm(out, layer.mlp_post_norm, None, config)
+        added = _scaled(norm(out, layer.mlp_post_norm, None, config), config)
     added = hook("mlp", added)
     with jax.named_scope("residual"):
-        return hook("residual", middle + _scaled(added, config))
+        return hook("residual", middle + added)
 
 
-def _scaled(added: Hidden, config: ModelConfig) -> Hidden:
-    return added if config.residual_scale is None else added * jnp.asarray(config.residual_scale, added.dtype)
+def _scaled(out: Array, config: ModelConfig) -> Array:
+    """Return what is added to the residual stream. The factor is not rounded to the dtype, as in transformers."""
+    if config.residual_scale is None:
+        return out
+    added: Array = (out.astype(jnp.float32) * jnp.float32(config.residual_scale)).astype(out.dtype)
+    return added
 
 
 def _attention(
@@ -519,7 +521,7 @@ def _attention(
         q, k = (rope.rotate(each, *angles, interleaved=config.rope_interleaved) for each in (q, k))
     out = hook("z", attend(q, k, v))
     by_head = layer.o.reshape(-1, config.n_heads, config.head_dim)
-    hook("head_out", jnp.einsum("bshd,mhd->bshm", out, by_head, precision=precision(out.dtype)))
+    hook("head_out", _scaled(jnp.einsum("bshd,mhd->bshm", out, by_head, precision=precision(out.dtype)), config))
     return linear(out.reshape(rows, length, config.n_heads * config.head_dim), layer.o, layer.o_bias)
 
 

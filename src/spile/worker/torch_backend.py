@@ -32,7 +32,16 @@ _DOWN_NAMES = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "w
 _FUSED_NAMES = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
 _QKV_NAMES = {"q": ("q_proj", "wq", "query"), "k": ("k_proj", "wk", "key"), "v": ("v_proj", "wv", "value")}
 _ROUTER_NAMES = ("gate", "router")
-_NORMS_BEFORE_MLP = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "norm2", "ffn_norm", "mlp_norm")
+_NORMS_BEFORE_MLP = (
+    "pre_feedforward_layernorm",
+    "pre_mlp_layernorm",
+    "pre_ff_layernorm",
+    "post_attention_layernorm",
+    "ln_2",
+    "norm2",
+    "ffn_norm",
+    "mlp_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,14 @@ class HookPoint:
     module: Any
     side: Side
     select: Callable[[Any], Any] = lambda value: value
-    """Maps the input or output, ``[rows, seq, …]``, to the value of the tap."""
+    """Maps the input or output, ``[rows, seq, …]``, to the part that is the tap's."""
+    scale: Any = None
+    """The factor that the model applies before it adds this part to the residual stream."""
+
+    def value(self, x: Any) -> Any:
+        """Return the tap's value from the input or output of the module."""
+        part = self.select(x)
+        return part if self.scale is None else part * self.scale
 
 
 def find_layers(model: Any) -> Sequence[Any]:
@@ -133,19 +149,27 @@ def _mlp_out(layer: Any) -> Any:
     return layer.output.dense if _is_bert_like(layer) else _child(_mlp(layer) or layer, _DOWN_NAMES)
 
 
+def _with_scale(point: HookPoint | None, module: Any, names: Sequence[str]) -> HookPoint | None:
+    """Apply the factor that the module has under one of these names, if it has one."""
+    from torch import Tensor
+
+    scale = _child(module, names)
+    return replace(point, scale=scale) if point is not None and isinstance(scale, float | int | Tensor) else point
+
+
 def _find_addition(layer: Any, part: Any, out: Any, norms: tuple[str, str]) -> HookPoint | None:
-    """Hook what attention or MLP adds to the residual stream: its output, or the output of the norm after it.
+    """Hook what attention or MLP adds to the residual stream: its output, or the output of the norm after it, scaled.
 
     The norm has the first of the names in GLM-4, and the second in Gemma and OLMo. In other models,
     ``post_attention_layernorm`` is the norm before the MLP. ``out`` is the last matrix of the part.
     """
     if _is_bert_like(layer):
         return _hook_point(out, "output")
-    gemma = hasattr(layer, "pre_feedforward_layernorm")
+    gemma = _child(layer, ("pre_feedforward_layernorm", "pre_mlp_layernorm")) is not None
     olmo = hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
-    if hasattr(layer, norms[0]) or gemma or olmo:
-        return _hook_point(_child(layer, norms), "output")
-    return _hook_point(part or out, "output")
+    normed = hasattr(layer, norms[0]) or gemma or olmo
+    point = _hook_point((_child(layer, norms) if normed else None) or part or out, "output")
+    return _with_scale(point, layer, ("residual_multiplier", "residual_scale"))
 
 
 def _find_resid_mid(model: Any, layer: Any) -> HookPoint | None:
@@ -183,6 +207,7 @@ def _find_qkv(kind: str, model: Any, layer: Any) -> HookPoint | None:
 
 _ATTENTION_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
 _MLP_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
+_EMBEDDING_SCALES = ("embedding_multiplier", "embedding_scale", "embed_scale", "normalizer")
 
 _FINDERS: dict[str, Callable[[Any, Any], HookPoint | None]] = {
     "residual": lambda _, layer: _hook_point(layer, "output"),
@@ -198,7 +223,9 @@ _FINDERS: dict[str, Callable[[Any, Any], HookPoint | None]] = {
     "v": functools.partial(_find_qkv, "v"),
     "z": lambda _, layer: _hook_point(_attention_out(layer), "input"),
     "router": lambda _, layer: _hook_point(_child(_mlp(layer), _ROUTER_NAMES), "output"),
-    "embed": lambda model, _: _hook_point(model.get_input_embeddings(), "output"),
+    "embed": lambda model, _: _with_scale(
+        _hook_point(model.get_input_embeddings(), "output"), _text_model(model)[0], _EMBEDDING_SCALES
+    ),
     "final_norm": lambda model, _: _hook_point(model.get_output_embeddings(), "input"),
 }
 
@@ -299,10 +326,10 @@ def nearly_equal(left: Any, right: Any, dtype: Any) -> bool:
 
 def _hook(point: HookPoint, keep: Callable[[Any], None]) -> Any:
     def after(_module: Any, _args: Any, output: Any) -> None:
-        keep(point.select(output[0] if isinstance(output, tuple | list) else output))
+        keep(point.value(output[0] if isinstance(output, tuple | list) else output))
 
     def before(_module: Any, args: Any, kwargs: Any) -> None:
-        keep(point.select(args[0] if args else kwargs["hidden_states"]))
+        keep(point.value(args[0] if args else kwargs["hidden_states"]))
 
     if point.side == "output":
         return point.module.register_forward_hook(after)

@@ -297,8 +297,8 @@ def sizes(d_model: int, layers: int, heads: int, kv_heads: int | None, d_ff: int
 _NUMBERS = {
     "attention_scale": "attention_multiplier",
     "attention_softcap": "attn_logit_softcapping",
+    "embedding_scale": "embedding_multiplier",
     "final_softcap": "final_logit_softcapping",
-    "input_scale": "embedding_multiplier",
     "logits_divisor": "logits_scaling",
     "residual_scale": "residual_multiplier",
     "swiglu_alpha": "swiglu_alpha",
