@@ -15,6 +15,9 @@ from spile.spec.run import StoreDtype
 from spile.view.card import dataset_card
 from spile.view.table import progress_bar
 
+_MOST_NAMED = 10
+"""The number of files that were not uploaded and are named."""
+
 
 def export(
     root: str = "./activations",
@@ -74,6 +77,10 @@ def push(root: str, target: str, *, private: bool = False) -> int:
         f"{done.url} has {counted(done.files, 'file')}, {size(done.size)}, at commit {done.commit[:10]}; "
         f'read it: spile.open("{done.url}")'
     )
+    if done.left_out:
+        more = f" and {len(done.left_out) - _MOST_NAMED} more" if len(done.left_out) > _MOST_NAMED else ""
+        names = ", ".join(done.left_out[:_MOST_NAMED])
+        log(f"not uploaded, because not part of the dataset: {counted(len(done.left_out), 'file')}: {names}{more}")
     return 0
 
 

@@ -75,7 +75,8 @@ class HubFolder:
         return f"hf://datasets/{self.repository}{revision}" + (f"/{self.prefix}" if self.prefix else "")
 
     @cached_property
-    def _commit(self) -> str:
+    def commit(self) -> str:
+        """The commit that the revision named when it was first used."""
         from huggingface_hub import HfApi
 
         with hub_errors(self.url):
@@ -83,7 +84,7 @@ class HubFolder:
             return HfApi().dataset_info(self.repository, revision=self.revision, timeout=30).sha or "main"
 
     def child(self, path: str) -> HubFolder:
-        return HubFolder(self.repository, self._commit, self._path(path), self.stats)
+        return HubFolder(self.repository, self.commit, self._path(path), self.stats)
 
     def _path(self, key: str) -> str:
         return f"{self.prefix}/{checked_key(key)}" if self.prefix else checked_key(key)
@@ -96,7 +97,7 @@ class HubFolder:
             http_backoff,
         )
 
-        where = f"datasets/{self.repository}/resolve/{self._commit}/{quote(self._path(key))}"
+        where = f"datasets/{self.repository}/resolve/{self.commit}/{quote(self._path(key))}"
         headers = build_hf_headers() | ({"range": f"bytes={span}"} if span else {})
         with hub_errors(f"{self.url}/{key}"):
             answer = http_backoff("GET", f"{constants.ENDPOINT}/{where}", headers=headers, timeout=60)
@@ -127,7 +128,7 @@ class HubFolder:
                 self.prefix or None,
                 recursive=True,
                 repo_type="dataset",
-                revision=self._commit,
+                revision=self.commit,
             )
             files = [each for each in found if isinstance(each, RepoFile)]
         cut = len(self.prefix) + 1 if self.prefix else 0

@@ -403,6 +403,9 @@ class RunSpec:
         self._resolve_defaults()
         if not self.model:
             raise SpecError("--model", expected="a name or a path", found="an empty text")
+        if self.output.startswith("hf://"):
+            fix = f"write to a folder or a bucket, and then: spile push ROOT {self.output}"
+            raise SpecError("--output", expected="a folder or a bucket", found=self.output, fix=fix)
         check_options(self)
         check_positions(self.positions)
         for word in self.steer:
