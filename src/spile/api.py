@@ -190,7 +190,7 @@ def tap(
 
 @name_arguments("spile.extract")
 def extract(
-    model: str | RunSpec = "embedded",
+    model: str | RunSpec | None = None,
     data: Data = None,
     output: str | os.PathLike[str] | None = None,
     *,
@@ -203,7 +203,8 @@ def extract(
     """Run a model over a dataset and store its activations. The same call resumes an interrupted run.
 
     Args:
-        model: A model on the Hugging Face hub, a folder, or ``embedded``; or a run spec and no other argument.
+        model: A model on the Hugging Face hub, a folder, or ``embedded``, which is the default of an output on this
+            machine; or a run spec and no other argument.
         data: A file, a folder or a name as for ``--dataset``; or the rows themselves: a list of strings or dicts, a
             ``datasets.Dataset``, or a frame of pandas or polars.
         output: Where the activations are stored: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
@@ -230,7 +231,7 @@ def extract(
 
 @name_arguments("spile.stream")
 def stream(
-    model: str | RunSpec = "embedded",
+    model: str | RunSpec | None = None,
     data: Data = None,
     taps: Sequence[str] | str | None = None,
     *,
@@ -261,7 +262,7 @@ def stream(
 
 @name_arguments("spile.infer")
 def infer(
-    model: str | RunSpec = "embedded",
+    model: str | RunSpec | None = None,
     data: Data = None,
     output: str | os.PathLike[str] | None = None,
     *,
@@ -294,7 +295,7 @@ def infer(
 
 @name_arguments("spile.plan")
 def plan(
-    model: str | RunSpec = "embedded",
+    model: str | RunSpec | None = None,
     data: Data = None,
     *,
     taps: Sequence[str] | str | None = None,
@@ -532,7 +533,7 @@ def score(root: str | os.PathLike[str], *, reference: str | None = None, dataset
 
 def _run_spec(
     function: str,
-    model: str | RunSpec,
+    model: str | RunSpec | None,
     data: Data,
     output: str | os.PathLike[str] | None,
     taps: Sequence[str] | str | None,
@@ -544,7 +545,7 @@ def _run_spec(
         if more:
             raise SpecError(more[0], expected="a run spec and no other argument", found="both")
         return model
-    values = {"model": model, **_plain_values(options)}
+    values = _plain_values(options) | ({} if model is None else {"model": model})
     values |= {} if output is None else {"output": str(output)}
     values |= {} if taps is None else {"taps": _plain_values({"taps": taps})["taps"]}
     by_name = data is None or isinstance(data, str | os.PathLike)

@@ -24,6 +24,6 @@ def test_every_old_flag_is_listed_next_to_ours() -> None:
 
 
 def test_every_variable_is_in_the_table_with_its_flag() -> None:
-    text = (GUIDES / "parallel-workers.md").read_text(encoding="utf-8")
+    text = (GUIDES / "README.md").read_text(encoding="utf-8")
     for name, variable in VARIABLES.items():
         assert re.search(rf"^\| `{name}` \| `{variable.flag}`", text, re.MULTILINE), name

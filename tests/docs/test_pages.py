@@ -54,9 +54,10 @@ def understood(words: list[str], *, whole: bool) -> None:
     name = " ".join(words[1:3])
     if " ".join(words[1:]) in GROUPS:
         return
+    words = [words[0], *translate(words[1:], {})]  # a script of the guides is a command
     assert words[1].startswith("-") or words[1] in GROUPS or any(each.name == words[1] for each in COMMANDS), words
     try:
-        build_app().parse_args(translate(words[1:], {}), exit_on_error=False, print_error=False)
+        build_app().parse_args(words[1:], exit_on_error=False, print_error=False)
     except (MissingArgumentError, CoercionError):  # a mention may leave something out, or write N for a number
         assert not whole, words
     except CycloptsError as error:

@@ -61,7 +61,7 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
             time.sleep(0.02)
             # Either stream: the other worker moves to this zone after a while and may claim the first one.
             held = [number for number in (0, 1) if claimed_by(world, number) == "tpu-us-central1-a-0"]
-            stream = next((n for n in held if world.objects(f"activations/tpu_{n}/commits/")), None)
+            stream = next((n for n in held if world.objects(f"activations/stream_{n}/commits/")), None)
         assert stream is not None, log.read_text() + world.logs()
         assert (A, "tpu-us-central1-a-0") in world.ready(), log.read_text() + world.logs()
         world.cloud.admin("preempt", {"zone": A, "name": "tpu-us-central1-a-0"})
@@ -80,7 +80,7 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
         for line in world.gcs.buckets.buckets["b"].objects["fleet/t/actions/000001.jsonl"].data.splitlines()
     ]
     assert all(action["reason"] for action in actions)
-    attempts = {key.split("-")[1] for key in world.objects(f"activations/tpu_{stream}/shard_")}
+    attempts = {key.split("-")[1] for key in world.objects(f"activations/stream_{stream}/shard_")}
     assert len(attempts) == 2, f"the second machine went on where the first was killed: {text}{world.logs()}"
 
 
@@ -202,7 +202,7 @@ def test_a_folder_of_streams_goes_to_the_bucket_as_it_is(world: World, prompt: P
 
 def test_ctrl_c_leaves_everything_running_and_the_next_monitor_starts_at_once(world: World) -> None:
     world.spile("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, "--skip-launch", "--max-samples", "1")
-    world.gcs.faults.add("hang", method="PUT", target="tpu_0/commits/", count=-1, seconds=300)  # it stays at work
+    world.gcs.faults.add("hang", method="PUT", target="stream_0/commits/", count=-1, seconds=300)  # it stays at work
     with (world.folder / "first.txt").open("w") as out:
         first = world.start("monitor", "gs://b/fleet/default", "--interval", "0.3", log=out)
         while not world.ready():
@@ -250,6 +250,6 @@ def test_a_slice_of_two_hosts_is_a_worker_like_any_other(world: World) -> None:
         finish(world, process, log, 200)
     homes = sorted(path.name for path in (world.folder / "cloud" / A).glob("*/*"))
     assert homes == ["host0", "host1"]
-    assert any("-h01." in key for key in world.objects("activations/tpu_0/")), "both hosts stored rows"
+    assert any("-h01." in key for key in world.objects("activations/stream_0/")), "both hosts stored rows"
     code, output = world.spile("verify", "gs://b/activations", "--max-samples", "40")
     assert code == 0, output

@@ -87,7 +87,7 @@ class Watched:
         return str(found)
 
     def beat(self) -> dict[str, str]:
-        found = self.world.gcs.buckets.buckets["b"].objects.get("activations/tpu_0/progress.json")
+        found = self.world.gcs.buckets.buckets["b"].objects.get("activations/stream_0/progress.json")
         return json.loads(found.data) if found is not None else {}
 
     def commits_of(self, attempt: str) -> int:

@@ -33,19 +33,37 @@ def tasks(path: Path, count: int, start: int = 0) -> Path:
     return path
 
 
-def test_a_deploy_without_a_model_uses_the_guides_model_and_says_so(
+SCRIPT = ("./scripts/deploy_to_tpus.sh", *PREPARE[1:])
+
+
+def test_a_deploy_without_a_model_or_a_dataset_is_refused(world: World, prompt: Prompt) -> None:
+    """Nobody fills a bucket with the embedded model, or with data of the guides, without knowing."""
+    assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 2)[0] == 0
+    lines = {
+        ("--dataset", "embedded"): "spile: no model for a fleet: expected --model NAME. Use --model embedded to try",
+        ("--model", "embedded"): "spile: no dataset for a fleet: expected --dataset, --dataset-dir or --skip-dataset",
+    }
+    for words, line in lines.items():
+        code, text = prompt(*PREPARE, *words)
+        assert (code, line in text) == (2, True), text
+    assert world.objects() == []
+
+
+def test_the_guides_deploy_without_a_model_uses_their_model_and_says_so(
     world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never the embedded one; here the hub is out, so that it ends there, before anything is made."""
     monkeypatch.setenv("SPILE_RETRY_SECONDS", "0.1")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    code, text = prompt(*PREPARE, "--dataset", "embedded")
-    assert "no model was given with a fleet: using Qwen/Qwen2.5-0.5B, as in the guides" in text
+    code, text = prompt(*SCRIPT, "--dataset", "embedded")
+    first, second = text.splitlines()[:2]
+    assert first == "deploy_to_tpus.sh of the guides is spile deploy with their defaults and variables: none set"
+    assert second.startswith("no model was given: using Qwen/Qwen2.5-0.5B, as in the guides")
     assert (code, "the hub does not give a model of that name" in text) == (1, True)
     assert world.objects() == []
 
 
-def test_a_deploy_reads_the_same_variables_as_extract(
+def test_only_the_guides_deploy_reads_their_variables(
     world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 1, "--output-dir", "mine")[0] == 0
@@ -56,17 +74,30 @@ def test_a_deploy_reads_the_same_variables_as_extract(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     code, text = prompt("deploy", "--zones", A, "--skip-launch")
+    assert (code, "no bucket: expected --gcs-bucket NAME" in text) == (2, True), text
+    code, text = prompt(SCRIPT[0], "--zones", A, "--skip-launch")
     assert code == 0, text
     assert "--output-dir ./here is not used" in text
     run = fleet_of(world).run
-    expected = {"model": "embedded", "batch_size": 4, "shard_size_gb": 0.5, "max_seq_length": 512, "mesh_shape": "1,1"}
+    expected = {
+        "model": "embedded", "batch_size": 4, "shard_size_gb": 0.5, "max_seq_length": 512, "mesh_shape": "1,1",
+        "stream_names": "tpu",
+    }  # fmt: skip
     assert {name: run[name] for name in expected} == expected
     assert (run["output"], run["local_copy"]) == ("gs://b/activations", None)
 
 
-def test_a_deploy_without_a_dataset_uses_the_guides_streams_and_says_so(world: World, prompt: Prompt) -> None:
+def test_the_guides_relaunch_keeps_the_model_of_the_deployment(world: World, prompt: Prompt) -> None:
+    """Guide 001 relaunches with --skip_dataset and without a model."""
+    assert prompt(*PREPARE, *TASK)[0] == 0
+    code, text = prompt(*SCRIPT, "--skip_dataset", "--yes")
+    assert code == 0, text
+    assert fleet_of(world).run["model"] == "embedded"
+
+
+def test_the_guides_deploy_without_a_dataset_uses_their_streams_and_says_so(world: World, prompt: Prompt) -> None:
     assert prompt("data", "streams", "--dataset", "embedded", "--num-streams", 2)[0] == 0
-    code, text = prompt(*PREPARE, "--model", "embedded", "--workers-per-zone", 2)
+    code, text = prompt(*SCRIPT, "--model", "embedded", "--workers-per-zone", 2)
     assert code == 0, text
     assert "no dataset was given: using ./data/streams, as in the guides" in text
     assert json.loads(Path("data/streams/streams.json").read_text())["samples"] == 48
@@ -160,8 +191,8 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     first = fleet_of(world)
     code, text = prompt("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset")
     assert code == 0, text
-    assert "flags of the last deployment: --model embedded --max-seq-length 512 --stream-names tpu" in text
-    assert "--stream-names tpu --layers 1 3 --workers-per-zone 2" in text
+    words = "--model embedded --max-seq-length 512 --layers 1 3 --workers-per-zone 2"
+    assert f"flags of the last deployment: {words}" in text
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
     assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
@@ -234,16 +265,16 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
     data = ("--model", "embedded", "--dataset-dir", streams)
     code, text = prompt("extract", *data, "--worker-id", 0, "--output", "gs://b/activations", *small)
     assert code == 0, text
-    stored = world.objects("activations/tpu_0/")
+    stored = world.objects("activations/stream_0/")
     again = (*PREPARE, *data, *small, "--no-checkpointing")
     code, text = prompt(*again)
     assert (code, "--no-checkpointing: expected streams without commits" in text) == (2, True), text
     code, text = prompt(*again, "--overwrite")
     assert (code, "Permanently remove the data of 1 stream in gs://b/activations?" in text) == (2, True), text
-    assert world.objects("activations/tpu_0/") == stored
+    assert world.objects("activations/stream_0/") == stored
     code, text = prompt(*again, "--overwrite", "--yes")
     assert code == 0, text
-    assert world.objects("activations/tpu_0/") == []
+    assert world.objects("activations/stream_0/") == []
     run = fleet_of(world).run
     assert (run["checkpointing"], run["overwrite"]) == (True, False), "no worker removes a stream"
 

@@ -72,7 +72,7 @@ def test_two_then_eight_then_three_workers_over_24_streams_with_preemptions(worl
     assert code == 0, text
     aside = rf"proven except 1 quarantined sample: {POISON} \(worker killed by signal 9 (three|four|five) times\): "
     assert re.search(aside + "47 samples in 24 streams, each exactly once", text), text
-    assert f"quarantined in tpu_{_poisoned_stream(world)}: {POISON} (" in log.read_text(), "the monitor names it"
+    assert f"quarantined in stream_{_poisoned_stream(world)}: {POISON} (" in log.read_text(), "the monitor names it"
     assert f"quarantined: {POISON} (worker killed by signal 9" in world.spile("fleet", "list", "b")[1]
     assert len(world.objects("fleet/default/workers/")) >= 6, "the fleet had grown"
 
@@ -99,9 +99,9 @@ def test_two_slices_of_two_hosts_share_streams_and_one_is_preempted(world: World
     assert code == 0, text
     homes = sorted(path.name for path in (world.folder / "cloud").glob("us-*/*/*"))
     assert homes == ["host0"] * 3 + ["host1"] * 3, "two slices and one successor"
-    shards = [key for key in world.objects("activations/tpu_") if key.endswith(".safetensors")]
+    shards = [key for key in world.objects("activations/stream_") if key.endswith(".safetensors")]
     assert {(key.split("/")[1], key.rpartition("-")[2]) for key in shards} == {
-        (f"tpu_{stream}", f"h{host:02d}.safetensors") for stream in range(6) for host in range(2)
+        (f"stream_{stream}", f"h{host:02d}.safetensors") for stream in range(6) for host in range(2)
     }, "both hosts of a slice stored rows of each stream"
     objects = world.gcs.buckets.buckets["b"].objects
     claims = [key for key in world.objects("activations/claims/") if key.endswith(".json")]

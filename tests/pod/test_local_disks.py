@@ -53,7 +53,7 @@ def test_what_hosts_kept_on_their_own_disks_is_one_dataset_that_verify_proves(
     (hint,) = [line for line in output if line.startswith("next ")]
     assert f"spile collect {disks[0]}/activations --tpu-prefix NAME && spile verify collected_activations" in hint
     parts = [disk / "activations" for disk in disks]
-    records = [read_stream(open_folder(str(part / "tpu_0"))) for part in parts]
+    records = [read_stream(open_folder(str(part / "stream_0"))) for part in parts]
     assert records[0] is not None
     assert records[1] is not None
     assert records[0].id == records[1].id, "one stream id for the pod"
@@ -68,10 +68,10 @@ def test_parts_of_a_stream_and_of_its_second_start_are_not_merged(
     ran: tuple[list[Path], list[str]], tmp_path: Path
 ) -> None:
     disks = [Path(shutil.copytree(disk, tmp_path / disk.name)) for disk in ran[0]]
-    file = disks[1] / "activations" / "tpu_0" / "stream.json"
+    file = disks[1] / "activations" / "stream_0" / "stream.json"
     record = read_stream(open_folder(str(file.parent)))
     assert record is not None
     other = StreamRecord("5" * 16, record.worker_id, record.fingerprint, record.identity)
     file.write_bytes(stream_bytes(other))
-    with pytest.raises(Damaged, match=r"hold different streams for tpu_0"):
+    with pytest.raises(Damaged, match=r"hold different streams for stream_0"):
         assemble(tmp_path / "all", [disk / "activations" for disk in disks])

@@ -1,4 +1,8 @@
-"""The flags, variables, scripts and defaults of the old guides, translated to those of spile."""
+"""The flags, variables, scripts and defaults of the old guides, translated to those of spile.
+
+A flag is only renamed. Only the name of a script selects the guides' variables and defaults: other programs set
+variables such as BATCH_SIZE, OUTPUT_DIR or TPU_WORKER_ID for their own purposes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from spile.errors import SpecError
+from spile.errors import SpecError, printable
+from spile.spec.run import no_model, stream_file_number
 
 if TYPE_CHECKING:
     from spile.cli.flags import RunFlags
@@ -112,15 +117,18 @@ class Variable(NamedTuple):
     """An environment variable of the guides."""
 
     flag: str
-    commands: tuple[str, ...] = ("extract", "infer", "plan", "deploy")
+    commands: tuple[str, ...] = ("extract", "infer", "deploy")
     unless: str = ""
     """A flag that expresses the same thing. If it is given, the variable is ignored."""
 
 
+RUNS = ("extract", "infer", "deploy")
+"""The commands that the guides' variables and defaults are for."""
+
 VARIABLES: dict[str, Variable] = {
     "MODEL_PATH": Variable("--model"),
     "DATASET_DIR": Variable("--dataset-dir", unless="--dataset"),
-    "OUTPUT_DIR": Variable("--output-dir", ("extract", "plan", "deploy"), unless="--output"),
+    "OUTPUT_DIR": Variable("--output-dir", ("extract", "deploy"), unless="--output"),
     "CHECKPOINT_DIR": Variable("--checkpoint-dir"),
     "BATCH_SIZE": Variable("--batch-size"),
     "SHARD_SIZE_GB": Variable("--shard-size-gb"),
@@ -129,12 +137,12 @@ VARIABLES: dict[str, Variable] = {
     "UPLOAD_TO_GCS": Variable("--upload-to-gcs", unless="--output"),
     "GCS_BUCKET": Variable("--gcs-bucket"),
 }
-"""Variables of the guides. Each is ignored if its flag or the flag's SPILE_* variable is given."""
+"""Variables of the guides' scripts. Each is ignored if its flag or the flag's SPILE_* variable is given."""
 
 
 def translate(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the command line with old flags renamed and with the flags for the guides' variables added."""
-    words = _script_to_command(words, environment)
+    """Return the command line with old flags renamed; that of a script also with the flags for its variables."""
+    script, words = _script_to_command(words, environment)
     end = words.index("--") if "--" in words else len(words)  # Arguments after -- belong to another program.
     given = [_normalise_flag(word) for word in words[:end]]
     command = next((word for word in given if not word.startswith("-")), "")
@@ -143,11 +151,16 @@ def translate(words: list[str], environment: Mapping[str, str]) -> list[str]:
         ours = _rename_flags(given, {old: new for old, new in FLAGS.items() if old not in kept})
     else:
         ours = _rename_flags(_drop_answers_dir(_rename_version(given, command), command), FLAGS)
-    return ours + _flags_from_variables(command, ours, environment) + words[end:]
+    if script and command in RUNS:
+        ours = [*ours, *_flags_from_variables(script, command, ours, environment), f"--guide-script={script}"]
+    return ours + words[end:]
 
 
-def _script_to_command(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Translate a line of a guide into a command: ``./scripts/manage_tpus.sh list`` → ``tpu list``."""
+def _script_to_command(words: list[str], environment: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return the script that a line of a guide names, and its command: ``./scripts/manage_tpus.sh list``: ``tpu list``.
+
+    The name is empty if the line names no script of the guides.
+    """
     first = next((place for place, word in enumerate(words) if word not in _RUNNERS), len(words))
     name = words[first].rpartition("/")[2] if first < len(words) else ""
     if first and words[first:] and words[first].startswith(_PIPES):
@@ -160,13 +173,14 @@ def _script_to_command(words: list[str], environment: Mapping[str, str]) -> list
     if others:
         raise SpecError(f"{name} is not a command of spile", fix=others[0])
     if name not in SCRIPTS:
-        return words
+        return "", words
     rest = words[first + 1 :]
     if name == "launch_worker.sh" and rest and rest[0].isdecimal():
         rest = ["--worker-id", *rest]
     if name == "check_all_workers.sh" and not rest:
         rest = _dataset_of_variables(environment)
-    return [*SCRIPTS[name], *rest]
+        print(f"check_all_workers.sh of the guides: the dataset that their variables name, {rest[0]}", file=sys.stderr)
+    return name, [*SCRIPTS[name], *rest]
 
 
 def _dataset_of_variables(environment: Mapping[str, str]) -> list[str]:
@@ -221,8 +235,8 @@ def _rename_flags(words: list[str], flags: Mapping[str, str]) -> list[str]:
     return [word for word in renamed if word.partition("=")[0] not in DROPPED]
 
 
-def _flags_from_variables(command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the flags that the guides' variables stand for."""
+def _flags_from_variables(script: str, command: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the flags that the guides' variables stand for, and print which variables are used."""
     given = {word.partition("=")[0] for word in words}
     values = {name: environment.get(name, "").strip() for name in VARIABLES}
 
@@ -233,11 +247,16 @@ def _flags_from_variables(command: str, words: list[str], environment: Mapping[s
     uploads = values["UPLOAD_TO_GCS"] or is_given("--upload-to-gcs")
     if command != "deploy" and (is_given("--output") or not uploads):
         values["GCS_BUCKET"] = ""  # Workers of the guides use it only if they upload; a fleet needs it always.
-    return [
-        f"{flag}={values[name]}"
+    used = {
+        name: f"{flag}={values[name]}"
         for name, (flag, commands, unless) in VARIABLES.items()
         if values[name] and command in commands and not is_given(flag) and not (unless and is_given(unless))
-    ]
+    }
+    shown = ", ".join(f"{name}={values[name]}" for name in used)
+    print(
+        printable(f"{script} of the guides is spile {command} with their defaults and variables: {shown or 'none set'}")
+    )
+    return list(used.values())
 
 
 GUIDE_MODEL = "Qwen/Qwen2.5-0.5B"
@@ -246,75 +265,61 @@ GUIDE_DATASET = "barc0/200k_HEAVY_gpt4o-description-gpt4omini-code_generated_pro
 _WORKER = "TPU_WORKER_ID"
 
 
-def with_guide_defaults(
-    flags: RunFlags,
-    environment: Mapping[str, str],
-    log: Callable[[str], None],
-    *,
-    pod: bool = False,
-    every_stream: bool = False,
-) -> RunFlags:
-    """Return the flags with stream number, model and data filled in. ``every_stream``: they are for all workers."""
-    if not pod and not every_stream:  # On a pod the variable contains the number of the host, not of the stream.
-        flags = flags.with_values(worker_id=_worker_number(flags, environment, log))
+def with_guide_defaults(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> RunFlags:
+    """Return the flags with the model and the data of the guides filled in, if a script of the guides was named."""
+    if flags.guide_script is None:
+        return flags
     bucket = environment.get("GCS_BUCKET", "").strip()
     if bucket and not flags.gcs_bucket and flags.output is None:
         log(
             f"GCS_BUCKET={bucket} is not used, because UPLOAD_TO_GCS is not true: the activations stay on this "
             "machine. To store them in the bucket, set UPLOAD_TO_GCS=true or give --upload-to-gcs"
         )
-    why = _guide_signal(flags, environment, pod)
-    if not why:
-        return flags
-    flags = with_guide_model(flags, why, log)
+    flags = with_guide_model(flags, log)
     if flags.dataset is not None or flags.dataset_dir is not None:
         return flags
     if not Path(GUIDE_STREAMS).is_dir():
         raise SpecError(
-            f"no dataset, with {why}",
+            f"no dataset for {flags.guide_script}",
             expected="--dataset FILE or --dataset-dir DIR",
             found=f"neither, and no {GUIDE_STREAMS} here",
             fix="give --dataset embedded to use the embedded tasks",
         )
-    if flags.worker_id is None and not pod and not every_stream:
-        raise SpecError("no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {GUIDE_STREAMS}")
     log(f"no dataset was given: using {GUIDE_STREAMS}, as in the guides")
     return flags.with_values(dataset_dir=GUIDE_STREAMS)
 
 
-def with_guide_model(flags: RunFlags, why: str, log: Callable[[str], None]) -> RunFlags:
-    """Return the flags with the guides' names of folders, and with their model if none is given."""
-    flags = flags.with_values(stream_names=flags.stream_names or "tpu")
+def with_guide_model(flags: RunFlags, log: Callable[[str], None]) -> RunFlags:
+    """Return the flags with the guides' names of folders and, if none is given, their model.
+
+    Raises:
+        SpecError: No script of the guides and no model was named.
+    """
+    if flags.guide_script is not None:
+        flags = flags.with_values(stream_names=flags.stream_names or "tpu")
     if flags.model is not None:
         return flags
-    log(f"no model was given with {why}: using {GUIDE_MODEL}, as in the guides (--model embedded: the embedded one)")
+    if flags.guide_script is None:
+        raise no_model("a fleet")
+    log(f"no model was given: using {GUIDE_MODEL}, as in the guides (--model embedded: the embedded one)")
     return flags.with_values(model=GUIDE_MODEL)
 
 
-def _worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> int | None:
-    """Return ``--worker-id``, the number in the stream's file name, or TPU_WORKER_ID; None if there is none of them."""
-    from spile.spec.run import stream_file_number
+def with_worker_number(flags: RunFlags, environment: Mapping[str, str], log: Callable[[str], None]) -> RunFlags:
+    """Return the flags with the stream that TPU_WORKER_ID names, if a script of the guides was named.
 
-    if flags.worker_id is not None:
-        return int(flags.worker_id)
+    Not for a pod, where the variable contains the number of the host.
+    """
+    if flags.guide_script is None or flags.worker_id is not None:
+        return flags
     text = environment.get(_WORKER, "").strip()
     if text and not text.isdecimal():
         raise SpecError(_WORKER, expected="the stream's number", found=repr(text))
     number = stream_file_number(flags.dataset or "") if flags.dataset_dir is None else None
-    if number is None:
-        return int(text) if text else None
-    if text and int(text) != number:
+    if number is not None and text and int(text) != number:
         log(f"{_WORKER}={text} is ignored: {flags.dataset} is stream {number} (--worker-id overrides it)")
-    return number
-
-
-def _guide_signal(flags: RunFlags, environment: Mapping[str, str], pod: bool) -> str:
-    """Return what shows that this is a command of the old guides, or an empty string."""
-    if pod:
-        return "a pod"
-    if flags.gcs_bucket:
-        return "--gcs-bucket"
-    set_here = [name for name in (_WORKER, *VARIABLES) if environment.get(name, "").strip()]
-    if set_here:
-        return set_here[0]
-    return f"worker {flags.worker_id}" if flags.worker_id is not None else ""
+    if number is None and not text and flags.dataset_dir is not None:
+        raise SpecError(
+            "no stream was chosen", expected=f"--worker-id N or {_WORKER}", found=f"only {flags.dataset_dir}"
+        )
+    return flags if number is not None or not text else flags.with_values(worker_id=int(text))

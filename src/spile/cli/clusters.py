@@ -16,6 +16,7 @@ from spile.launch.kubernetes import KubernetesOptions, to_yaml
 from spile.launch.slurm import SlurmOptions, to_script
 from spile.launch.supervisor import stream_tasks
 from spile.objects import is_remote
+from spile.spec.run import no_model
 
 _CLUSTER = Parameter(name="*", group=Group("The job and the cluster", sort_key=0))
 
@@ -27,7 +28,7 @@ def _job(options: ClusterOptions, flags: ExtractFlags, *, shared: Sequence[str])
     if flags.dataset_dir is None:
         raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
     if flags.model is None:
-        raise SpecError("no model", expected="--model NAME", found="none", fix="use --model embedded to try spile out")
+        raise no_model("a job")
     spec = flags.with_values(worker_id=0).spec()
     for name, place in (("--output", spec.output), ("--dataset-dir", flags.dataset_dir)):
         if not is_remote(place) and not any(PurePosixPath(place).is_relative_to(folder) for folder in shared):

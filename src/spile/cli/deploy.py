@@ -118,7 +118,7 @@ Flags = TypeVar("Flags", PlaceFlags, MachineFlags, RunFlags, DeployFlags)
 _NOT_REUSED = frozenset(
     {
         *("dataset", "dataset_dir", "split", "config_name", "worker_id", "output_dir", "gcs_bucket", "upload_to_gcs"),
-        *("local_copy", "delete_local_after_upload", "checkpointing", "overwrite", "expect_split"),
+        *("local_copy", "delete_local_after_upload", "checkpointing", "overwrite", "expect_split", "guide_script"),
     }
 )
 """Flags of a run that are for one deployment only, or for workers by hand."""
@@ -153,9 +153,8 @@ def deploy(
 ) -> int:
     """Split the dataset into streams, upload streams and code to the bucket, and start the workers.
 
-    Takes every flag of spile extract, which every worker gets, and every variable of the guides. Machines need only the
-    bucket: a machine that is preempted and created again resumes. Before a deployed fleet is changed, the command asks
-    for confirmation.
+    Takes every flag of spile extract, which every worker gets. Machines need only the bucket: a machine that is
+    preempted and created again resumes. Before a deployed fleet is changed, the command asks for confirmation.
     """
     if not flags.gcs_bucket:
         raise SpecError("no bucket", expected="--gcs-bucket NAME, with or without gs://")
@@ -226,7 +225,7 @@ class _Request:
         if flags.output_dir is not None:
             folder = f"--output-dir {flags.output_dir}"
             log(f"{folder} is not used: the dataset is stored in the bucket, not on the machines")
-        return replace(request, flags=with_guide_model(flags, "a fleet", log))
+        return replace(request, flags=with_guide_model(flags, log))
 
     def _with_flags_of(self, before: FleetSpec) -> _Request:
         """Return the request with the earlier value of each flag that was not given; print these flags.
@@ -355,9 +354,12 @@ def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec
     if flags.dataset is not None and flags.dataset_dir is not None:
         raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
     folder = flags.dataset_dir
-    if folder is None and flags.dataset is None and not request.steps.skip_dataset and Path(GUIDE_STREAMS).is_dir():
-        log(f"no dataset was given: using {GUIDE_STREAMS}, as in the guides")
-        folder = GUIDE_STREAMS
+    if folder is None and flags.dataset is None and not request.steps.skip_dataset:
+        if flags.guide_script is None:
+            raise SpecError("no dataset for a fleet", expected="--dataset, --dataset-dir or --skip-dataset")
+        if Path(GUIDE_STREAMS).is_dir():
+            folder = GUIDE_STREAMS
+        log(f"no dataset was given: using {folder or GUIDE_DATASET}, as in the guides")
     if folder is not None and not is_remote(folder) and not request.steps.skip_dataset:
         yield local_streams(Path(folder), target)
     elif request.steps.skip_dataset or folder is not None:
@@ -365,8 +367,6 @@ def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec
         deployed = before.streams if before is not None else None
         yield existing_streams(remote or deployed or target)
     else:
-        if flags.dataset is None:
-            log(f"no dataset was given: using {GUIDE_DATASET}, as in the guides")
         dataset = flags.dataset or GUIDE_DATASET
         data = flags.with_output(bucket).spec().data
         known = before.stream_count if before is not None else 0

@@ -15,7 +15,7 @@ from spile.cli.flags import log
 from spile.errors import DataError, Failure, SpecError, UserError, untrusted
 from spile.objects import open_folder
 from spile.spec.amounts import counted
-from spile.spec.run import EMBEDDED
+from spile.spec.run import EMBEDDED, no_model
 
 if TYPE_CHECKING:
     from spile.cli.flags import RunFlags
@@ -43,6 +43,8 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
 
     if flags.worker_id is not None:
         raise SpecError("--worker-id with an engine", expected="all streams", fix="leave out --worker-id or --engine")
+    if engine.hosts_per_worker > 1 and flags.model is None:
+        raise no_model("a pod")
     spec = flags.spec()
     output = spec.output
     runner = make_engine(engine, output)

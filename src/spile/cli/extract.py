@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from spile.cli.aliases import with_guide_defaults
+from spile.cli.aliases import with_guide_defaults, with_worker_number
 from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, RunFlags, given_flags, log
 from spile.errors import Interrupted, SpecError
 from spile.launch.engines import EngineOptions
 from spile.objects import is_remote, open_folder
 from spile.spec.options import check_number
 from spile.spec.phase import Phase
-from spile.spec.run import BackfillSpec, RunSpec, parse_mesh_shape
+from spile.spec.run import BackfillSpec, RunSpec, no_model, parse_mesh_shape
 from spile.spec.taps import parse_taps
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def extract(
     if engine.requested:
         from spile.cli.engines import extract_on_engine
 
-        return extract_on_engine(with_guide_defaults(flags, os.environ, log, every_stream=True), engine)
+        return extract_on_engine(with_guide_defaults(flags, os.environ, log), engine)
     return run_flags(flags, pod, verbose, web)
 
 
@@ -171,9 +171,14 @@ def _read_spec(location: str) -> RunSpec:
 
 def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool, web: bool = False) -> int:
     """Run the stream that the flags of extract or infer name, and return the exit code."""
+    flags = with_guide_defaults(flags, os.environ, log)
     flags.spec()  # Report a mistake before looking for a pod or waiting for its other hosts.
     identity = pod.identity()
-    spec = with_guide_defaults(flags, os.environ, log, pod=identity.count > 1).spec()
+    if identity.count == 1:
+        flags = with_worker_number(flags, os.environ, log)
+    elif flags.model is None:
+        raise no_model("a pod")
+    spec = flags.spec()
     _check_local_run(spec)
     from spile.cli.view import serve_page
 

@@ -196,6 +196,8 @@ _BUCKET = (
     _guide_flag("gcs_prefix", str, "Output", f"The folder in that bucket. [default: {GCS_PREFIX}]"),
     _guide_flag("upload_to_gcs", bool, "Output", _UPLOAD),
 )
+_SCRIPT = "guide_script", Annotated[str | None, Parameter(show=False)], field(default=None)
+"""The script of the guides that the command line named; :func:`spile.cli.aliases.translate` adds it."""
 _COPY = "The same as --output; with a bucket, the same as --local-copy."
 
 
@@ -205,7 +207,7 @@ def _make_flags(name: str, command: CommandName, *guide_flags: _Field) -> type[R
     fields_of_command = [each for each in spec_fields() if answers or each.option.group != "Answers"]
     flags = [_spec_flag(each, command) for each in fields_of_command if each.option.flag]
     made = make_dataclass(
-        name, [*flags, *guide_flags, *_BUCKET], bases=(RunFlags,), namespace={"answers": answers}, frozen=True
+        name, [*flags, *guide_flags, *_BUCKET, _SCRIPT], bases=(RunFlags,), namespace={"answers": answers}, frozen=True
     )
     made.__module__ = __name__
     return Parameter(name="*")(made)

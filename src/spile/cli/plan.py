@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from spile.cli.aliases import with_guide_defaults
-from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, log, plain_table, print_json
+from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, plain_table, print_json
 from spile.errors import SpecError
 from spile.models.architecture import WEIGHTS_FRACTION, flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
@@ -92,8 +90,7 @@ def plan(
     machines = [parse_planned(word, prices) for word in options.topology or _DEFAULT_MACHINES]
     seconds = options.start_minutes * 60
     rates = Rates(efficiency=options.efficiency, start_seconds=seconds, tokens_per_second=options.tokens_per_second)
-    say = (lambda _line: None) if as_json else log
-    found = forecast(with_guide_defaults(flags, os.environ, say).spec(), options.count)
+    found = forecast(flags.spec(), options.count)
     estimates = [found.on(machine, prices, rates=rates, workers=options.workers) for machine in machines]
     here = None
     if not options.topology:

@@ -147,8 +147,8 @@ class DataSpec:
     dataset_dir: str | None = _data(None, "A folder of streams. --worker-id 5 reads its stream_005.jsonl.")
     worker_id: int = _data(
         0,
-        "The number of the stream: reads stream_005.jsonl, writes tpu_5/.",
-        default="the number in the name of --dataset stream_005.jsonl; else TPU_WORKER_ID; else 0",
+        "The number of the stream: reads stream_005.jsonl, writes stream_5/.",
+        default="the number in the name of --dataset stream_005.jsonl; else 0",
         limits=(0, 99_999),
     )
     prompt: PromptSpec = field(default_factory=PromptSpec)
@@ -268,6 +268,7 @@ class RunSpec:
         EMBEDDED,
         "A model on the Hugging Face hub, a folder, a folder in a bucket, or embedded.",
         identity=True,
+        default="embedded; none for a bucket or a pod",
         common=_BOTH,
     )
     revision: str | None = _model(None, "The branch, tag or commit of a hub model.")
@@ -294,7 +295,7 @@ class RunSpec:
     stream_names: FolderNames = _output(
         "stream",
         "The names of the streams' folders in a new dataset: stream_5, or tpu_5.",
-        default="stream; tpu for a fleet, a pod, --gcs-bucket, --worker-id and the variables of the guides",
+        default="stream; tpu for a script of the guides",
     )
     local_copy: str | None = _output(None, "If the output is a bucket: a folder that also gets each shard.")
     delete_local_after_upload: bool = _output(False, "Remove each local copy after its commit.")
@@ -580,12 +581,19 @@ def make_spec(values: Mapping[str, Any], *, infer: bool = False, source: str = "
         if value == "" and each.hint is str:
             raise SpecError(f"--{name.replace('_', '-')}", expected="a name or a path", found="an empty text")
         parts[each.path[:-1]][each.path[-1]] = each.convert(value, source)
+    if "model" not in values and "://" in str(values.get("output", "")):
+        raise no_model(str(values["output"]))
     own = parts[("data",)]
     if "worker_id" not in own and "dataset_dir" not in own:
         own["worker_id"] = stream_file_number(own.get("dataset", "")) or 0
     data = DataSpec(**own, prompt=PromptSpec(**parts[("data", "prompt")]))
     generation = GenerationSpec(**parts[("generation",)]) if infer else None
     return RunSpec(**parts[()], data=data, generation=generation)
+
+
+def no_model(place: str) -> SpecError:
+    """Return the error of a run whose result goes to a bucket, a pod or a fleet, which needs a named model."""
+    return SpecError(f"no model for {place}", expected="--model NAME", fix="use --model embedded to try spile out")
 
 
 def _unknown_field(name: str, known: Iterable[str], source: str) -> SpecError:

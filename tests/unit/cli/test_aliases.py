@@ -129,7 +129,7 @@ WHOLE = {  # the guides' longest commands, pasted whole
     "002": "extract --worker_id 5 --dataset_path data/streams/stream_005.jsonl --model_path Qwen/Qwen2.5-0.5B"
     " --output_dir ./activations --checkpoint_dir ./checkpoints --enable_checkpointing --upload_to_gcs"
     " --gcs_bucket your-bucket --batch_size 4 --shard_size_gb 1.0 --max_seq_length 2048 --verbose",
-    "004": "extract --topology v5litepod-64 --dataset_path gs://bucket/data.jsonl --gcs_bucket my-bucket"
+    "004": "extract --model m --topology v5litepod-64 --dataset_path gs://bucket/data.jsonl --gcs_bucket my-bucket"
     " --batch_size 64 --enable_barrier_sync --verbose",
 }
 
@@ -211,29 +211,32 @@ def test_no_old_name_hides_a_flag_of_ours() -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_guides_variable_counts(name: str) -> None:
+def test_a_guides_variable_counts_for_its_scripts_only(name: str) -> None:
     text, field, value = VALUES[name]
     environment = {name: text} | ({"UPLOAD_TO_GCS": "true"} if name == "GCS_BUCKET" else {})
-    assert getattr(flags("extract", environment), field) == value
+    assert getattr(flags("./launch_worker.sh", environment), field) == value
+    assert getattr(flags("extract", environment), field) is None
 
 
 @pytest.mark.parametrize("bucket", ["your-bucket-name", "gs://your-bucket-name", "gs://your-bucket-name/"])
 def test_the_bucket_with_or_without_its_scheme(bucket: str) -> None:
     environment = {"GCS_BUCKET": bucket, "UPLOAD_TO_GCS": "true", "TPU_WORKER_ID": "5"}
-    assert flags("extract", environment).spec().output == "gs://your-bucket-name/activations"
+    assert flags("launch_worker.sh --model m", environment).spec().output == "gs://your-bucket-name/activations"
 
 
 def test_a_bucket_variable_alone_uploads_nothing() -> None:
-    assert flags("extract", {"GCS_BUCKET": "b"}).spec().output == "./activations"
-    assert flags("extract", {"GCS_BUCKET": "b", "UPLOAD_TO_GCS": "false"}).spec().output == "./activations"
-    assert flags("extract --upload_to_gcs", {"GCS_BUCKET": "b"}).spec().output == "gs://b/activations"
-    assert flags("deploy", {"GCS_BUCKET": "b"}).gcs_bucket == "b"
+    worker, bucket = "launch_worker.sh --model m", {"GCS_BUCKET": "b"}
+    assert flags(worker, bucket).spec().output == "./activations"
+    assert flags(worker, {**bucket, "UPLOAD_TO_GCS": "false"}).spec().output == "./activations"
+    assert flags(f"{worker} --upload_to_gcs", bucket).spec().output == "gs://b/activations"
+    assert flags("deploy_to_tpus.sh", bucket).gcs_bucket == "b"
+    assert flags("deploy", bucket).gcs_bucket is None
 
 
 def test_a_bucket_variable_that_is_not_used_is_said_aloud() -> None:
     """``launch_worker.sh`` with only GCS_BUCKET stored on the VM's disk without a word."""
     said: list[str] = []
-    flags = ExtractFlags(model="embedded", dataset="x.jsonl")
+    flags = ExtractFlags(model="embedded", dataset="x.jsonl", guide_script="launch_worker.sh")
     with_guide_defaults(flags, {"GCS_BUCKET": "mine"}, said.append)
     (line,) = said
     assert line.startswith("GCS_BUCKET=mine is not used, because UPLOAD_TO_GCS is not true: the activations stay on")
@@ -244,29 +247,32 @@ def test_a_bucket_variable_that_is_not_used_is_said_aloud() -> None:
 
 
 def test_a_flag_wins_over_its_variable() -> None:
-    assert flags("extract --batch-size 2", {"BATCH_SIZE": "4"}).batch_size == 2
-    assert flags("extract --batch_size=2", {"BATCH_SIZE": "4"}).batch_size == 2
-    assert flags("extract --model_path m", {"MODEL_PATH": "n"}).model == "m"
+    assert flags("launch_worker.sh --batch-size 2", {"BATCH_SIZE": "4"}).batch_size == 2
+    assert flags("launch_worker.sh --batch_size=2", {"BATCH_SIZE": "4"}).batch_size == 2
+    assert flags("launch_worker.sh --model_path m", {"MODEL_PATH": "n"}).model == "m"
     home = {"GCS_BUCKET": "b", "UPLOAD_TO_GCS": "1", "OUTPUT_DIR": "./x"}
-    assert flags("extract --output ./y", home).spec().output == "./y"
-    assert flags("extract --dataset t.jsonl", {"DATASET_DIR": "d"}).spec().data.location == "t.jsonl"
-    assert flags("extract --upload-to-gcs=False", home).spec().output == "./x"
+    assert flags("launch_worker.sh --model m --output ./y", home).spec().output == "./y"
+    assert flags("launch_worker.sh --dataset t.jsonl", {"DATASET_DIR": "d"}).spec().data.location == "t.jsonl"
+    assert flags("launch_worker.sh --model m --upload-to-gcs=False", home).spec().output == "./x"
 
 
 def test_our_own_variable_wins_over_the_guides() -> None:
-    assert translate(["extract"], {"MODEL_PATH": "old", "SPILE_MODEL": "new"}) == ["extract"]
+    words = translate(["launch_worker.sh"], {"MODEL_PATH": "old", "SPILE_MODEL": "new"})
+    assert words == ["extract", "--guide-script=launch_worker.sh"]
 
 
 def test_a_variable_that_is_empty_or_of_another_command_does_not_count() -> None:
-    assert translate(["extract"], {"MODEL_PATH": "", "BATCH_SIZE": " "}) == ["extract"]
+    words = translate(["launch_worker.sh"], {"MODEL_PATH": "", "BATCH_SIZE": " "})
+    assert words == ["extract", "--guide-script=launch_worker.sh"]
     assert translate(["verify", "x"], {"MODEL_PATH": "m", "OUTPUT_DIR": "o"}) == ["verify", "x"]
 
 
 def test_what_follows_two_dashes_is_another_programs() -> None:
     words = ["run", "--TPU_PREFIX=p", "--", "python3", "train.py", "--Batch_size", "True", "--model_path=x"]
     assert translate(words, {}) == ["run", "--tpu-prefix=p", *words[2:]]
-    spelled = translate(["extract", "--model_path", "m", "--", "--x_y"], {"BATCH_SIZE": "4"})
-    assert spelled == ["extract", "--model", "m", "--batch-size=4", "--", "--x_y"]
+    spelled = translate(["launch_worker.sh", "--model_path", "m", "--", "--x_y"], {"BATCH_SIZE": "4"})
+    script = "--guide-script=launch_worker.sh"
+    assert spelled == ["extract", "--model", "m", "--batch-size=4", script, "--", "--x_y"]
 
 
 def test_values_are_left_as_they_are() -> None:

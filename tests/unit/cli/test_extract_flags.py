@@ -39,7 +39,7 @@ def test_no_flag_at_all_is_the_default_run() -> None:
     ids=str,
 )
 def test_where_it_goes(given: dict[str, Any], home: str, copy: str | None) -> None:
-    spec = ExtractFlags(**given).spec()
+    spec = ExtractFlags(model="m", **given).spec()
     assert (spec.output, spec.local_copy) == (home, copy)
 
 
@@ -159,5 +159,5 @@ def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     monkeypatch.setattr("spile.cli.flags.PodFlags.join", lambda *_: contextlib.nullcontext(Pod()))
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 16 if host else 1))
     with pytest.raises(SystemExit):
-        main(["extract", "--model", "embedded", *words])
+        main(["extract_activations.py", "--model", "embedded", *words])
     assert [spec.data.worker_id for spec in asked] == [worker]

@@ -155,7 +155,7 @@ def test_workers_share_a_folder_for_answers(tasks: Path, tmp_path: Path) -> None
     each = {
         number: [
             json.loads(line)
-            for file in (tmp_path / "out").glob(f"tpu_{number}/*.jsonl")
+            for file in (tmp_path / "out").glob(f"stream_{number}/*.jsonl")
             for line in file.read_text().splitlines()
         ]
         for number in (0, 1)

@@ -212,7 +212,7 @@ def test_the_file_may_come_before_the_command_and_the_variables_still_count(
 ) -> None:
     run = tmp_path / "run.toml"
     run.write_text("seed = 5\n")
-    monkeypatch.setenv("MODEL_PATH", "old")
+    monkeypatch.setenv("SPILE_MODEL", "old")
     spile("--config", str(run), "extract")
     assert (asked[0].model, asked[0].seed) == ("old", 5)
 
@@ -334,7 +334,7 @@ def test_a_fault_of_our_own_is_one_line_too(
         (("--layers", "0"), "./.bench"),
         (("--output", "out"), "out"),
         (("--output-dir", "out"), "out"),
-        (("--gcs-bucket", "b"), "gs://b/activations"),
+        (("--model", "m", "--gcs-bucket", "b"), "gs://b/activations"),
     ],
 )
 def test_bench_stays_away_from_the_activations_of_a_run(

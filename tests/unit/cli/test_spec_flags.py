@@ -75,10 +75,10 @@ def test_every_field_has_a_flag_of_its_name(each: SpecField) -> None:
 def test_only_the_guides_have_flags_of_their_own() -> None:
     known = {each.name for each in spec_fields()}
     assert {each.name for each in fields(ExtractFlags)} - known == {
-        "output_dir", "gcs_bucket", "gcs_prefix", "upload_to_gcs",
+        "output_dir", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "guide_script",
     }  # fmt: skip
     assert {each.name for each in fields(InferFlags)} - known == {
-        "output_dir", "activations_dir", "n_tasks", "gcs_bucket", "gcs_prefix", "upload_to_gcs",
+        "output_dir", "activations_dir", "n_tasks", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "guide_script",
     }  # fmt: skip
 
 

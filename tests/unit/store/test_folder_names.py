@@ -65,7 +65,7 @@ def test_only_readers_that_know_the_new_name_open_such_a_run(tmp_path: Path) -> 
     assert run_identity().format == 1
 
 
-@pytest.mark.parametrize(("flags", "folder"), [((), "stream_0"), (("--worker-id", 0), "tpu_0")])
+@pytest.mark.parametrize(("flags", "folder"), [((), "stream_0"), (("--stream-names", "tpu"), "tpu_0")])
 def test_a_run_keeps_the_name_that_it_was_begun_with(tmp_path: Path, flags: tuple[object, ...], folder: str) -> None:
     data, root = lines(tmp_path / "data.jsonl", *DATA), tmp_path / "out"
     words = ("extract", "--model", "embedded", "--dataset", data, "--output", root, *SMALL)
