@@ -8,10 +8,13 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +43,17 @@ def test_the_accelerators_libraries_belong_to_the_pinned_jax() -> None:
     for name in ("src/spile/fleet/requirements.txt", "src/spile/fleet/requirements-cuda.txt"):
         blocks = re.findall(r"^\S+==.*?(?=^\S|\Z)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
         assert all("--hash=sha256:" in block for block in blocks)
+
+
+def test_the_pins_satisfy_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(text for name in ("data", "ray", "view", "dev") for text in extras[name])]
+    pinned = pins("requirements.txt")
+    for requirement in map(Requirement, asked):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+    (starlette,) = (each for each in map(Requirement, extras["view"]) if each.name == "starlette")
+    assert not starlette.specifier.contains("1.0.0"), "its request.url.path comes from the Host header"
 
 
 @pytest.mark.parametrize(("said", "code"), [(f"sha256:{'5' * 64}", 0), ("unauthorized", 2)])

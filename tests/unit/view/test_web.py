@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,20 @@ WRONG = (
 )  # fmt: skip
 
 
+FORGED_HOSTS = (
+    "x/y?",
+    "x/y#",
+    "x?",
+    "x/",
+    "me@localhost",
+    "localhost:80/y?",
+    "localhost:x",
+    "[::1]/?",
+    "a b",
+    "localhost:",
+)
+
+
 def get(port: int, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, str, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     try:
@@ -194,8 +209,10 @@ def test_only_reads_by_this_machine_are_answered_and_nothing_is_written(tmp_path
         assert "default-src 'none'; script-src 'self';" in policy
         assert "unsafe" not in policy
         assert "<script>" not in page
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example"):
             assert get(port, "/api/about", headers={"Host": host})[0] == 421
+        for host in ("", *FORGED_HOSTS):
+            assert get(port, "/api/about", headers={"Host": host})[0] == 400, host
         for host in (f"localhost:{port}", "127.0.0.1:9", "[::1]:80"):
             assert get(port, "/api/about", headers={"Host": host})[0] == 200
         assert get(port, "/api/about", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
@@ -224,6 +241,32 @@ def test_another_host_needs_the_token_which_is_not_in_the_query(root: str, monke
             assert get(port, "/api/about?token=correct-horse", headers=headers)[0] == 401
             assert get(port, "/api/live?root=0", headers=headers)[0] == 401
         assert get(port, "/api/about", headers={"Authorization": "Bearer correct-horse"})[0] == 200
+
+
+def test_a_host_header_cannot_change_the_path_that_is_checked(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Starlette 1.0.1, ``request.url.path`` was / for a request of /api/about with the Host header ``x/?``."""
+    monkeypatch.setenv("SPILE_VIEW_TOKEN", "correct-horse")
+    with serving(Viewer([Root(root)]), host="0.0.0.0") as server:
+        from starlette.datastructures import URL
+        from starlette.requests import HTTPConnection
+
+        monkeypatch.setattr(HTTPConnection, "url", URL("http://x/?/api/about"))  # as Starlette 1.0.0 made it
+        port = port_of(server)
+        for path in (
+            "/api/about",
+            "/api/live?root=0",
+            "/api/samples",
+            "/openapi.json",
+            "//api/about",
+            "/static/../api/about",
+        ):
+            assert get(port, path, headers={"Host": f"machine:{port}"})[0] == 401, path
+            for host in FORGED_HOSTS:
+                with socket.create_connection(("127.0.0.1", port), 20) as raw:
+                    raw.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                    assert raw.recv(65536).startswith(b"HTTP/1.1 400 "), host
+        headers = {"Host": f"machine:{port}", "Authorization": "Bearer correct-horse"}
+        assert get(port, "/api/about", headers=headers)[0] == 200
 
 
 def test_a_sample_of_a_bucket_is_read_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import threading
@@ -39,22 +40,29 @@ _HEADERS = {
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?", re.ASCII)
+_PUBLIC = re.compile(r"/|/template|/static/[^/]+")
+"""The paths that need no token: the page and its code, which are the same for everyone."""
 
 
 def _refusal(request: Request, token: str) -> tuple[int, str] | None:
     """Return the status and the reason if a request is refused. Without a token, only loopback names are served.
 
     The name in the Host header is checked, because a page of another site can make its own name resolve to 127.0.0.1
-    and would then be of the same origin as the server (DNS rebinding).
+    and would then be of the same origin as the server (DNS rebinding). The path is that of the request line, by which
+    the routes are chosen: ``request.url`` is made from the Host header, which may contain anything.
     """
-    host, headers = request.headers.get("host", ""), request.headers
+    headers = request.headers
+    host = _HOST.fullmatch(headers.get("host", ""))
+    if host is None:
+        return 400, "the Host header is not a name with a port"
+    if not token and host[1] not in _LOCAL_NAMES:
+        return 421, "this server answers only to localhost"
     if request.method not in ("GET", "HEAD"):
         return 405, "only GET and HEAD: this server changes nothing"
-    if not token and (host.rpartition(":")[0] or host) not in _LOCAL_NAMES:
-        return 421, "this server answers only to localhost"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         return 403, "a page of another site may not read this"
-    if token and request.url.path.startswith("/api/"):
+    if token and not _PUBLIC.fullmatch(request.scope["path"]):
         given = headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), token.encode()):
             return 401, "the token is missing or wrong; open the address that spile view printed"
