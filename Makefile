@@ -8,7 +8,7 @@ JOBS   ?= 3
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo fleet-demo test test-all real check bench fuzz soak peers-install peers docs docs-serve image-check release-check base-image requirements clean
+.PHONY: help demo fleet-demo test test-all real check bench fuzz soak peers-install peers docs docs-serve fresh-check image-check release-check base-image requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -89,6 +89,9 @@ docs-serve: docs  ## serve the documentation on a loopback port and rebuild it o
 
 release-check:   ## build sdist, wheel and bill of materials, install the wheel into an empty environment and run the demo
 	PYTHON=$(PYTHON) scripts/release_check.sh
+
+fresh-check:     ## run make demo and make test of a clone in a fresh Debian sid, as a user with an empty HOME (root, debootstrap)
+	scripts/fresh_check.sh
 
 image-check:     ## build the container image without a container engine (root, buildah, debootstrap) and run it
 	scripts/image_check.sh $(IMAGE)

@@ -34,6 +34,10 @@ def with_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_is_a_cpu() -> None:
     assert mesh.select_device("cpu") == "cpu"
+
+
+def test_a_cpu_is_a_cpu_of_the_torch_backend() -> None:
+    pytest.importorskip("torch")
     assert use_device("cpu", "torch") == "cpu"
 
 
