@@ -9,6 +9,7 @@ command -v debootstrap > /dev/null || { echo "fresh-check: debootstrap is not in
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | head -n 1)
 root=$(mktemp -d "${TMPDIR:-/tmp}/spile-fresh.XXXXXX")
 # The mounts live in a namespace of their own, so nothing is left mounted when this script ends or is killed.
+chmod 755 "$root"  # The ordinary user enters it.
 trap 'rm -rf --one-file-system "$root"' EXIT
 
 debootstrap --variant=minbase --include=python3,python3-venv,make,git,ca-certificates sid "$root" "$mirror" > "$root.log" 2>&1 ||
