@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.shapes import _COMMON, SHAPES
-from spile.models.attention import choose
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, param_shapes, stack_layers
@@ -64,7 +63,6 @@ def make(args: argparse.Namespace, way: str) -> DeviceProducer:
         taps,
         store_dtype="bfloat16",
         mesh=mesh,
-        attention=choose(config, platform, dtype),
         dtype=dtype,
         runs=runs,
     )
@@ -81,7 +79,7 @@ def measure(args: argparse.Namespace, way: str) -> None:
     producer = make(args, way)
     shape = (args.rows, args.length, args.rows * args.length)
     began = time.perf_counter()
-    lowered = producer._lower(shape)
+    lowered = producer._trace(shape, producer.attention).lower()
     traced = time.perf_counter()
     program = lowered.compile()
     compiled = time.perf_counter()

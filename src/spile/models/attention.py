@@ -337,8 +337,13 @@ def attention_over_mesh(name: str, mesh: Mesh, batch: str | tuple[str, ...], hea
     return attend
 
 
-def choose(config: ModelConfig, platform: str, dtype: DTypeLike, taps: Sequence[Tap] = ()) -> str:
-    """Return the fastest correct implementation for a platform (``cpu``, ``gpu``, ``tpu``) and a compute dtype.
+_NO_SPLASH = ("TPU v2", "TPU v3")
+"""JAX's names of the TPUs for which the splash kernel does not compile: their matrix units take no 16-bit operand in
+the kernel's layout. `make tpu-check` compiles the choice for every generation (docs/tpu.md)."""
+
+
+def choose(config: ModelConfig, platform: str, kind: str, dtype: DTypeLike, taps: Sequence[Tap] = ()) -> str:
+    """Return the fastest correct implementation for JAX's platform and kind of a device, and a compute dtype.
 
     Both kernels multiply in 16 bits, so float32 on an accelerator stays with XLA. Only XLA computes gradients.
     """
@@ -346,10 +351,9 @@ def choose(config: ModelConfig, platform: str, dtype: DTypeLike, taps: Sequence[
         return "xla"
     if platform == "cpu":
         return "blocked"
-    if config.sinks:
+    if config.sinks or np.dtype(dtype).itemsize != 2:
         return "xla"
-    sixteen = np.dtype(dtype).itemsize == 2
+    if platform == "tpu":
+        return "xla" if kind in _NO_SPLASH else "flash"
     fits = config.head_dim % 8 == 0 and config.head_dim <= 128 and config.attention_softcap is None
-    if platform in ("gpu", "cuda") and sixteen and fits:
-        return "cudnn"
-    return "flash" if platform == "tpu" and sixteen else "xla"
+    return "cudnn" if platform in ("gpu", "cuda") and fits else "xla"

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spile.errors import Failure, SpecError
+from spile.errors import Failure, SpecError, SpileError
 from spile.models.architecture import ModelConfig
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.taps import Tap
@@ -132,10 +133,18 @@ def _compile(program: Program, rows: int) -> Fit:
         check=False,
     )
     if done.returncode:
-        lines = [line.strip() for line in done.stderr.decode(errors="replace").split("\n") if line.strip()]
-        raise Failure("the TPU compiler ended", found=(lines or ["no message"])[-1][:300])
-    fit: Fit = pickle.loads(done.stdout)  # noqa: S301 - from our own process
-    return fit
+        raise Failure("the TPU compiler ended", found=_last_words(done.stderr.decode(errors="replace")))
+    found: Fit | SpileError = pickle.loads(done.stdout)  # noqa: S301 - from our own process
+    if isinstance(found, SpileError):
+        raise found
+    return found
+
+
+def _last_words(log: str) -> str:
+    """Return the line of the compiler's log that says why its process ended: the last fatal one, or the last one."""
+    lines = [line.strip() for line in log.split("\n") if line.strip() and "report a bug" not in line]
+    fatal = [line for line in lines if re.match(r"F\d{4} |.*(Error|Exception): ", line)]
+    return (fatal or lines or ["no message"])[-1][:300]
 
 
 # -- in the compiler's process ----------------------------------------------------------------------------------------
@@ -143,7 +152,6 @@ def _compile(program: Program, rows: int) -> Fit:
 
 def compile_rows(program: Program, rows: int) -> Fit:
     """Compile the worker's own program for this many rows per device."""
-    import jax
     import jax.numpy as jnp
 
     from spile.models.decoder import head_needed, layers_needed
@@ -151,6 +159,7 @@ def compile_rows(program: Program, rows: int) -> Fit:
     from spile.worker.batches import AHEAD
     from spile.worker.device import DeviceProducer
     from spile.worker.mesh import MeshPlan, default_shape, make_mesh
+    from spile.worker.producer import OutOfDeviceMemory
 
     machine, config = parse_machine(program.machine), program.config
     devices = topology_devices(machine)
@@ -173,10 +182,8 @@ def compile_rows(program: Program, rows: int) -> Fit:
     began = time.perf_counter()
     try:
         compiled = producer.compile((rows, program.length, rows * program.length))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        why = " ".join(str(error).split())[:300]
+    except OutOfDeviceMemory as error:
+        why = " ".join(str(error.__cause__).split())[:300]
         return dataclasses.replace(no_fit, seconds=time.perf_counter() - began, why=why)
     used: Any = compiled.memory_analysis()
     output = used.output_size_in_bytes  # stays on the device and is sent while the next programs run
@@ -210,8 +217,13 @@ def _main() -> None:
     result = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     program, rows = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
+    found: Fit | SpileError
+    try:
+        found = compile_rows(program, rows)
+    except SpileError as error:
+        found = error
     with result:
-        pickle.dump(compile_rows(program, rows), result)
+        pickle.dump(found, result)
 
 
 if __name__ == "__main__":

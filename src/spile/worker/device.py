@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from spile.errors import Failure
 from spile.models.architecture import ModelConfig
-from spile.models.attention import choose
+from spile.models.attention import Attention, choose
 from spile.models.decoder import Edit, Steering, forward, head_needed, layers_needed
 from spile.models.layers import as_stored, finite_rows, sample_means
 from spile.models.model_files import ModelFiles
@@ -130,13 +131,12 @@ class DeviceProducer(Producer):
         self._order = [number for group in self._tap_groups for number in group]
         """The numbers of the taps in the order in which they arrive from the device."""
         self._store_dtype = store_dtype
-        platform = mesh.devices.flat[0].platform
-        self.attention = attention or choose(config, platform, dtype, taps)
+        first: jax.Device = mesh.devices.flat[0]
+        self.attention = attention or choose(config, first.platform, first.device_kind, dtype, taps)
         self.mesh, self.dtype = mesh, dtype
         self.groups = mesh.size
-        plan = MeshPlan(config, *mesh.devices.shape)
-        self.attend = plan.attention(self.attention, mesh)
-        self.mixture = plan.mixture(mesh)
+        self._plan = MeshPlan(config, *mesh.devices.shape)
+        self.mixture = self._plan.mixture(mesh)
         self._progress = progress or Progress()
         self._compilers = ThreadPoolExecutor(_COMPILERS, "spile-compile")
         self._programs: dict[_Shape, Future[Callable[..., Any]]] = {}
@@ -152,7 +152,7 @@ class DeviceProducer(Producer):
         self.groups_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         self.host_sharding = NamedSharding(mesh, PartitionSpec(None, AXES))
         """The sharding of rows that are sent to the host: ``[taps of a group, groups, rows, width]``."""
-        if platform in ("gpu", "tpu"):
+        if first.platform in ("gpu", "tpu"):
             self.host_sharding = self.host_sharding.with_memory_kind("pinned_host")
         self._positions = positions
         self._block = block if self.host_sharding.memory_kind == "pinned_host" else 0
@@ -162,6 +162,11 @@ class DeviceProducer(Producer):
         """The groups on the devices of this process, from the index map of the sharding."""
         places = self.groups_sharding.addressable_devices_indices_map((self.groups,)).values()
         return sorted(index[0].start or 0 for index in places if index is not None)
+
+    @property
+    def attend(self) -> str | Attention:
+        """The implementation of attention on the mesh."""
+        return self._plan.attention(self.attention, self.mesh)
 
     def describe(self) -> str:
         return f"{describe_mesh(self.mesh)}, {self.dtype}, {self.attention} attention"
@@ -231,7 +236,21 @@ class DeviceProducer(Producer):
     def compile(self, shape: _Shape) -> jax.stages.Compiled:
         """Compile the program for batches of this shape: rows per device, their length, and stored rows."""
         with self._progress.span(f"compile {shape[0]} × {shape[1]}"):
-            return self._lower(shape).compile(self._options or self._default_options())
+            return compile_with_fallback(self.attention, lambda name: self._compile(shape, name), self._use_xla)
+
+    def _compile(self, shape: _Shape, attention: str) -> jax.stages.Compiled:
+        traced = self._trace(shape, attention)
+        try:
+            return compile_traced(traced, self.mesh, self._options or self._default_options())
+        except OutOfDeviceMemory as error:
+            raise self._out_of_memory(error, shape) from error.__cause__
+
+    def _use_xla(self, why: str) -> None:
+        """Use XLA's attention from now on; programs are compiled in parallel, and only the first one logs it."""
+        with self._lock:
+            if self.attention != "xla":
+                self.attention = "xla"
+                self._progress.log(why)
 
     def _default_options(self) -> dict[str, str | bool] | None:
         platform = self.mesh.devices.flat[0].platform
@@ -239,13 +258,16 @@ class DeviceProducer(Producer):
             return _GPU_OPTIONS
         return _CPU_OPTIONS if platform == "cpu" and jnp.dtype(self.dtype).itemsize < 4 else None
 
-    def _lower(self, shape: _Shape) -> jax.stages.Lowered:
+    def _trace(self, shape: _Shape, attention: str) -> jax.stages.Traced:
         rows, length, block = shape
         batch = jax.ShapeDtypeStruct((self.groups * rows, 3, length), jnp.int32, sharding=self.rows_sharding)
         index = jax.ShapeDtypeStruct((self.groups, block), jnp.int32, sharding=self.groups_sharding)
-        return jax.jit(self._step).lower(self.params, batch, index)
+        step = partial(self._step, self._plan.attention(attention, self.mesh))
+        return jax.jit(step).trace(self.params, batch, index)
 
-    def _step(self, params: Params, batch: jax.Array, index: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def _step(
+        self, attend: str | Attention, params: Params, batch: jax.Array, index: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Compute a batch: this is the compiled program."""
         info = batch.reshape(self.groups, -1, 3, batch.shape[-1]).swapaxes(1, 2).reshape(self.groups, 3, -1)
         single = [self.taps[group[0]] for group in self._tap_groups if len(group) == 1]
@@ -274,7 +296,7 @@ class DeviceProducer(Producer):
             *rows,
             config=self.config,
             taps=self.taps,
-            attention=self.attend,
+            attention=attend,
             mixture=self.mixture,
             keep=keep,
             runs=self.runs,
@@ -300,7 +322,7 @@ class DeviceProducer(Producer):
                 jax.block_until_ready(arrays)
                 self._computed.add(shape)
         except jax.errors.JaxRuntimeError as error:
-            raise self._convert_error(error, shape) from error
+            raise self._out_of_memory(convert_error(error), shape) from error
         return _Pending(arrays, finite)
 
     def _is_sent(self, array: jax.Array) -> bool:
@@ -324,9 +346,8 @@ class DeviceProducer(Producer):
         fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
         raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
 
-    def _convert_error(self, error: jax.errors.JaxRuntimeError, shape: _Shape) -> Failure:
-        """Convert an error. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""
-        failure = convert_error(error)
+    def _out_of_memory(self, failure: Failure, shape: _Shape) -> Failure:
+        """Return the failure. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""
         if not isinstance(failure, OutOfDeviceMemory) or self.groups_sharding.is_fully_addressable:
             return failure
         tokens = shape[0] * shape[1]
@@ -366,12 +387,43 @@ def _blocks(array: jax.Array) -> list[list[RowBlock]]:
     ]
 
 
-def convert_error(error: jax.errors.JaxRuntimeError) -> Failure:
-    """Convert an error of the JAX runtime."""
-    text = " ".join(str(error).split())
-    if "RESOURCE_EXHAUSTED" in text:
+def convert_error(error: Exception, what: str = "the device failed") -> Failure:
+    """Convert an error of the JAX runtime or of a compiler to one line; dumps of programs after it are left out."""
+    text = " ".join(str(error).split("\n\n")[0].split())
+    if "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text:  # vmem: a kernel's own memory
         return OutOfDeviceMemory("the device's memory ran out")
-    return Failure(f"the device failed: {text[:300]}")
+    return Failure(f"{what}: {text[:300] or type(error).__name__}")
+
+
+def compile_traced(
+    traced: jax.stages.Traced, mesh: Mesh, options: dict[str, str | bool] | None = None
+) -> jax.stages.Compiled:
+    """Compile a program. Compilers of kernels raise errors of other classes than XLA's; all become one line."""
+    try:
+        compiled: jax.stages.Compiled = traced.lower().compile(options)
+    except Exception as error:
+        device = mesh.devices.flat[0].device_kind
+        raise convert_error(error, f"the program does not compile for {device}") from error
+    return compiled
+
+
+_Program = TypeVar("_Program")
+
+
+def compile_with_fallback(
+    attention: str, compile_for: Callable[[str], _Program], use_xla: Callable[[str], None]
+) -> _Program:
+    """Compile a program with an implementation of attention; if a kernel does not compile, with XLA's attention."""
+    try:
+        return compile_for(attention)
+    except OutOfDeviceMemory:
+        raise
+    except Exception as error:
+        if attention in ("xla", "blocked"):
+            raise
+        program = compile_for("xla")  # raises an error of its own if the kernel is not at fault
+        use_xla(f"{error}. Attention is computed by XLA instead of the {attention} kernel, which is slower")
+        return program
 
 
 def place_model(

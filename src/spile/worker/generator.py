@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +46,7 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.ledger import Ledger
-from spile.worker.device import convert_error, place_steering, put
+from spile.worker.device import compile_traced, compile_with_fallback, convert_error, place_steering, put
 from spile.worker.infer import Answer, AnswerProducer
 from spile.worker.mesh import MeshPlan, arrange_devices, describe_mesh, device_memory
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
@@ -140,6 +140,7 @@ class GenerationPrograms:
         seed: int,
         dtype: str,
         store_dtype: str,
+        log: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.params, self.config, self.mesh, self.plan = params, config, mesh, plan
         self.taps, self.capture, self.dtype, self._store_dtype = taps, generation.capture, dtype, store_dtype
@@ -150,8 +151,9 @@ class GenerationPrograms:
         platform = mesh.devices.flat[0].platform
         mixture = MeshPlan(config, *mesh.devices.shape).mixture(mesh)
         self._mixture = MIXTURES[mixture] if isinstance(mixture, str) else mixture
-        # A kernel is not partitioned by the compiler, so several devices read with plain XLA.
-        self._attention = choose(config, platform, dtype) if mesh.size == 1 else "xla"
+        # A kernel is not partitioned by the compiler, so several devices read with plain XLA. Splash takes no mask.
+        kernel = mesh.size == 1 and choose(config, platform, mesh.devices.flat[0].device_kind, dtype) == "cudnn"
+        self._attention, self._log = "cudnn" if kernel else "xla", log
         self.groups = int(mesh.shape["data"])
         """The data-parallel width over all hosts."""
         self.by_group = NamedSharding(mesh, PartitionSpec("data"))
@@ -180,10 +182,13 @@ class GenerationPrograms:
         return empty_slots(self.config, self.groups, self.plan.slots, self.plan.capacity, self.dtype)
 
     def _reader(self, params: Params, slots: Slots) -> Any:
+        return compile_with_fallback(self._attention, lambda name: self._read_with(name, params, slots), self._log)
+
+    def _read_with(self, attention: str, params: Params, slots: Slots) -> Any:
         def program(params: Params, slots: Slots, chunk: Chunk) -> Any:
             slots, chosen, kept = read_prompts(
                 params, slots, chunk, config=self.config, taps=self._prompt_taps, sampling=self.sampling,
-                mixture=self._mixture, attention=self._attention, keep=self._cast,
+                mixture=self._mixture, attention=attention, keep=self._cast,
             )  # fmt: skip
             return slots, chosen, *self._send(kept)
 
@@ -214,7 +219,7 @@ class GenerationPrograms:
     def _compiled(self, program: Callable[..., Any], taps: int, *given: Any) -> Any:
         chosen = Choices(self._everywhere, self._everywhere)
         out = (self._places, chosen, (self._host,) * taps, self._everywhere)
-        return jax.jit(program, donate_argnums=1, out_shardings=out).lower(*given).compile()
+        return compile_traced(jax.jit(program, donate_argnums=1, out_shardings=out).trace(*given), self.mesh)
 
 
 _CALLS_AHEAD = 1
@@ -256,7 +261,7 @@ class Generator(AnswerProducer):
         try:
             self._slots = programs.empty()
         except jax.errors.JaxRuntimeError as error:
-            raise self._convert_error(error) from error
+            raise self._with_advice(convert_error(error)) from error
         self._in_slots: list[list[Answer | None]] = [[None] * self._plan.slots for _ in range(self.groups)]
         self._pending: deque[_Call] = deque()
         self._copiers = ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)), "spile-copy")
@@ -338,20 +343,23 @@ class Generator(AnswerProducer):
         if not program.done():
             self.progress.phase(Phase.COMPILING, f"for {what}")
             began = self.progress.clock()
-            program.result()
+            wait((program,))
             self.progress.compiled(self.progress.clock() - began)
             self.progress.phase(Phase.RUNNING)
-        return program.result()
+        try:
+            return program.result()
+        except OutOfDeviceMemory as error:
+            raise self._with_advice(error) from error
 
     def _call(self, program: Any, parts: Sequence[_Part] | None, *given: Chunk) -> _Call:
         try:
             self._slots, chosen, kept, finite = program(self._programs.params, self._slots, *given)
         except jax.errors.JaxRuntimeError as error:
-            raise self._convert_error(error) from error
+            raise self._with_advice(convert_error(error)) from error
         return _Call(parts, chosen, kept, finite)
 
-    def _convert_error(self, error: jax.errors.JaxRuntimeError) -> Failure:
-        failure, slots = convert_error(error), self._plan.slots
+    def _with_advice(self, failure: Failure) -> Failure:
+        slots = self._plan.slots
         if not isinstance(failure, OutOfDeviceMemory):
             return failure
         return Failure(
@@ -368,7 +376,7 @@ class Generator(AnswerProducer):
                 finite = np.asarray(call.finite)
                 kept = [_by_row(array) for array in call.kept]
             except jax.errors.JaxRuntimeError as error:
-                raise self._convert_error(error) from error
+                raise self._with_advice(convert_error(error)) from error
         if not finite.all():
             raise Failure("NaN or infinity in the activations", expected="finite activations")
         with self.progress.busy("host copy"):
@@ -471,6 +479,7 @@ def make_generator(run: ResolvedRun, generation: GenerationSpec, progress: Progr
         seed=spec.data.seed,
         dtype=dtype,
         store_dtype=spec.store_dtype,
+        log=progress.log,
     )
     return Generator(programs, run.tokenizer, progress, spec.positions)
 

@@ -165,17 +165,21 @@ def test_over_mesh_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "expected"),
+    ("platform", "kind", "dtype", "expected"),
     [
-        ("cpu", jnp.float32, "blocked"),
-        ("cpu", jnp.bfloat16, "blocked"),
-        ("gpu", jnp.bfloat16, "cudnn"),
-        ("cuda", jnp.bfloat16, "cudnn"),
-        ("gpu", jnp.float32, "xla"),
-        ("tpu", jnp.bfloat16, "flash"),
-        ("tpu", jnp.float32, "xla"),
+        ("cpu", "cpu", jnp.float32, "blocked"),
+        ("cpu", "cpu", jnp.bfloat16, "blocked"),
+        ("gpu", "NVIDIA H200", jnp.bfloat16, "cudnn"),
+        ("cuda", "NVIDIA H200", jnp.bfloat16, "cudnn"),
+        ("gpu", "NVIDIA H200", jnp.float32, "xla"),
+        ("tpu", "TPU v2", jnp.bfloat16, "xla"),
+        ("tpu", "TPU v3", jnp.bfloat16, "xla"),
+        ("tpu", "TPU v4", jnp.bfloat16, "flash"),
+        ("tpu", "TPU v5 lite", jnp.bfloat16, "flash"),
+        ("tpu", "TPU7x", jnp.bfloat16, "flash"),
+        ("tpu", "TPU v5 lite", jnp.float32, "xla"),
     ],
 )
-def test_choose(platform: str, dtype: Any, expected: str) -> None:
-    assert attention.choose(CONFIG, platform, dtype) == expected
+def test_choose(platform: str, kind: str, dtype: Any, expected: str) -> None:
+    assert attention.choose(CONFIG, platform, kind, dtype) == expected
     assert expected in attention.ATTENTIONS

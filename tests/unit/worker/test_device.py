@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from spile.worker.batches import Batch
 from spile.worker.device import DeviceProducer, configure_jax
 from spile.worker.mesh import make_mesh
 from spile.worker.producer import OutOfDeviceMemory, check_tokens
+from spile.worker.progress import Progress
 from spile.worker.resolve import compute_dtype_for
 
 FILES = model_files.find("embedded")
@@ -193,6 +195,80 @@ def test_what_the_device_says_is_translated(producer: DeviceProducer) -> None:
     producer._programs[(4, 16, 64)] = fails("INTERNAL: the chip\nis on fire")  # type: ignore[assignment]
     with pytest.raises(Failure, match="the device failed: INTERNAL: the chip is on fire"):
         producer.start(BATCH)
+
+
+def test_a_kernel_that_does_not_compile_is_replaced_with_one_line(params: Params, producer: DeviceProducer) -> None:
+    """The splash kernel does not compile for a CPU."""
+    lines: list[str] = []
+    made = DeviceProducer(
+        params, FILES.config, TAPS, store_dtype="float32", mesh=make_mesh((1, 1)), attention="flash", dtype="float32",
+        progress=Progress(log=lines.append),
+    )  # fmt: skip
+    with pytest.raises(
+        Failure, match=r"^the program does not compile for cpu: Only interpret mode is supported on CPU"
+    ):
+        made._compile((4, 16, 64), "flash")
+    found, wanted = made.fetch(made.start(BATCH)), producer.fetch(producer.start(BATCH))
+    made.fetch(made.start(replace(BATCH, rows=8)))
+    np.testing.assert_array_equal(found[0][0].rows, wanted[0][0].rows)
+    assert [line.startswith("the program does not compile for cpu: Only interpret mode") for line in lines] == [True]
+    assert lines[0].endswith("Attention is computed by XLA instead of the flash kernel, which is slower")
+    assert made.attention == "xla"
+    made.close()
+
+
+class MosaicError(Exception):
+    """A compiler's error that is not a JaxRuntimeError, as of kernels for TPUs."""
+
+
+MOSAIC = """INTERNAL: Mosaic failed to compile TPU kernel: E2001: Unsupported RHS type: vector<128x128xbf16>
+See https://openxla.org/xla/errors/error_2001 for more details.
+
+The MLIR operation involved:
+  %4722 = "tpu.matmul"(%4717, %4719, %4721)"""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "line"),
+    [
+        (
+            MosaicError(MOSAIC),
+            Failure,
+            "the program does not compile for cpu: INTERNAL: Mosaic failed to compile TPU kernel: E2001: Unsupported "
+            "RHS type: vector<128x128xbf16> See https://openxla.org/xla/errors/error_2001 for more "
+            "details.",
+        ),
+        (NotImplementedError(), Failure, "the program does not compile for cpu: NotImplementedError"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"),
+            Failure,
+            "the program does not compile for cpu: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"),
+            OutOfDeviceMemory,
+            "the device's memory ran out",
+        ),
+    ],
+)
+def test_what_compilers_say_is_one_line(error: Exception, kind: type[Failure], line: str) -> None:
+    traced = Mock()
+    traced.lower.return_value.compile.side_effect = error
+    with pytest.raises(Failure) as caught:
+        device.compile_traced(traced, make_mesh((1, 1)))
+    assert (type(caught.value), str(caught.value)) == (kind, line)
+
+
+def test_no_other_attention_is_tried_if_memory_runs_out() -> None:
+    tried: list[str] = []
+
+    def compile_for(attention: str) -> None:
+        tried.append(attention)
+        raise OutOfDeviceMemory("the device's memory ran out")
+
+    with pytest.raises(OutOfDeviceMemory):
+        device.compile_with_fallback("flash", compile_for, tried.append)
+    assert tried == ["flash"]
 
 
 def test_closing_forgets_programs_without_waiters(
