@@ -81,7 +81,6 @@ class RunOptions(TypedDict, total=False):
     keep: Sequence[str] | str
     stream_names: FolderNames
     local_copy: str | None
-    delete_local_after_upload: bool
     layers: Sequence[int] | str | int | None
     heads: Sequence[int] | str | int | None
     top_k: int
@@ -97,8 +96,6 @@ class RunOptions(TypedDict, total=False):
     shard_size_gb: float
     commit_every: float | None
     statistics: bool | None
-    checkpointing: bool
-    overwrite: bool
     checkpoint_dir: str | None
     answers_dir: str | None
 

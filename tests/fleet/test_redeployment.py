@@ -275,8 +275,7 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
     code, text = prompt(*again, "--overwrite", "--yes")
     assert code == 0, text
     assert world.objects("activations/stream_0/") == []
-    run = fleet_of(world).run
-    assert (run["checkpointing"], run["overwrite"]) == (True, False), "no worker removes a stream"
+    assert not fleet_of(world).run.keys() & {"checkpointing", "overwrite"}, "no worker removes a stream"
 
 
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, prompt: Prompt) -> None:

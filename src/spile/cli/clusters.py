@@ -25,6 +25,13 @@ def _job(options: ClusterOptions, flags: ExtractFlags, *, shared: Sequence[str])
     """Return the job that the flags ask for. ``shared`` are the folders that every host can read."""
     if flags.worker_id is not None:
         raise SpecError("--worker-id", expected="none: the cluster numbers the workers", found=str(flags.worker_id))
+    if flags.overwrite or flags.checkpointing is False:
+        raise SpecError(
+            "--no-checkpointing and --overwrite",
+            expected="a command that runs now, once",
+            found="a job that is printed, and whose workers are restarted",
+            fix="leave them out, and give another --output to keep what is stored",
+        )
     if flags.dataset_dir is None:
         raise SpecError("no streams", expected="--dataset-dir gs://…", fix="make them: spile data streams")
     if flags.model is None:

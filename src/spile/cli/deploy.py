@@ -43,7 +43,6 @@ from spile.fleet.deploy import (
     prepare_bare_machines,
     publish,
     refuse_active_streams,
-    streams_with_commits,
 )
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
@@ -131,15 +130,10 @@ _TIERS = frozenset({"preemptible", "spot", "reserved", "best_effort"})
 
 
 def worker_spec(flags: RunFlags, root: str, streams: str, split: str | None = None) -> RunSpec:
-    """Return the run spec of every worker.
-
-    What deploy does once (splitting the dataset, removing stored streams) is not part of it: a worker that is started
-    again must not do it again.
-    """
+    """Return the run spec of every worker, whose data is already split into streams."""
     given = flags.with_output(root).with_values(dataset=None, dataset_dir=streams).values()
     fixed = {
         "expect_split": split, "split": None, "config_name": None, "worker_id": 0, "local_copy": None,
-        "checkpointing": True, "overwrite": False, "delete_local_after_upload": False,
     }  # fmt: skip
     return RunSpec.from_dict({**given, **fixed}, "flags")
 
@@ -175,7 +169,8 @@ def deploy(
         fleet = request.with_work(fleet, bucket, streams)
         if steps.skip_dataset:
             streams.check_limit(worker_spec(request.flags, "gs://b/x", streams.url).data)
-        cleared = _streams_to_clear(fleet, request.flags)
+        cleared = [*request.flags.streams_to_clear(open_folder(fleet.root), range(fleet.stream_count))]
+        refuse_active_streams(fleet.root, cleared)
         try:
             check_root(bucket, fleet, streams, cleared=bool(cleared))
         except RunMismatch as error:
@@ -374,22 +369,6 @@ def _streams(fleet: FleetSpec, request: _Request, bucket: str, before: FleetSpec
         count = request.steps.num_streams or max(known, len(fleet.workers))
         with split_streams(dataset, target, count, data=data, log=log, limited=True) as made:
             yield made
-
-
-def _streams_to_clear(fleet: FleetSpec, flags: RunFlags) -> list[int]:
-    """Return the streams that ``--no-checkpointing --overwrite`` removes. Workers never remove any."""
-    if flags.checkpointing is not False:
-        return []
-    found = streams_with_commits(fleet.root, fleet)
-    if found and not flags.overwrite:
-        raise SpecError(
-            "--no-checkpointing",
-            expected="streams without commits",
-            found=f"commits of {len(found)} streams in {fleet.root}",
-            fix="leave it out to resume, or give another --gcs-prefix",
-        )
-    refuse_active_streams(fleet.root, found)
-    return found
 
 
 def _confirm_changes(fleet: FleetSpec, changed: list[str], cleared: list[int], *, yes: bool) -> None:

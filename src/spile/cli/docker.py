@@ -69,6 +69,7 @@ def run(*words: Words, flags: Flags = ContainerOptions(), show: Print = False) -
     user = f"{os.getuid()}:{os.getgid()}"
     command = run_command(flags, words, here=True, user=user)
     if show:
+        _refuse_overwrite(words)
         print(shlex.join(command))
         return 0
     return _run_here(flags, command)
@@ -94,6 +95,7 @@ def pod(
     _refuse_runtime_flags(words)
     script = host_script(flags, words)
     if show:
+        _refuse_overwrite(words)
         print(script)
         return 0
     hosts, access = where.find(), where.access()
@@ -151,6 +153,13 @@ def _refuse_runtime_flags(words: Sequence[str]) -> None:
         flag = words[0].partition("=")[0]
         fix = "use --mount instead of -v and --env instead of -e; on every host, run: spile docker pod … -- COMMAND"
         raise SpecError(f"no flag {flag}", expected="the command after --", fix=fix)
+
+
+def _refuse_overwrite(words: Sequence[str]) -> None:
+    """Refuse to print a command that would remove data each time somebody runs it."""
+    if any(word.partition("=")[0] == "--overwrite" for word in words):
+        fix = "leave out --print, or --overwrite"
+        raise SpecError("--overwrite", expected="a command that runs now, once", found="--print", fix=fix)
 
 
 def _pod_jobs(hosts: Sequence[Host], job: Job) -> dict[Host, Job]:

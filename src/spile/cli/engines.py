@@ -37,6 +37,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     """Run every stream and return the exit code of the run."""
     from spile.launch.engines import make_engine
     from spile.launch.supervisor import Supervisor, cluster_check
+    from spile.store.layout import find_streams
     from spile.store.run import refuse_other_spec, write_spec
     from spile.store.snapshot import SnapshotReader
     from spile.view.engine import engine_display
@@ -47,6 +48,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
         raise no_model("a pod")
     spec = flags.spec()
     output = spec.output
+    clear = flags.streams_to_clear(open_folder(output), find_streams(open_folder(output)))
     runner = make_engine(engine, output)
     try:
         spec = _with_absolute_paths(_with_streams(flags, spec, runner, engine.num_streams))
@@ -56,14 +58,14 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
         root = open_folder(spec.output)
         refuse_other_spec(root, spec)
         url = write_spec(root, spec)
-        tasks = _tasks(spec.data, url)
+        tasks = _tasks(spec.data, url, clear)
         if runner.room < runner.workers:
             log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
         with engine_display(SnapshotReader(root)) as view:
             supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
             outcome = supervisor.run(lambda: view.stop_requests)
         # Name the output as the user wrote it; the spec of the workers has its absolute path.
-        view.finish(outcome, len(tasks), open_folder(output).url)
+        view.finish(outcome, len(tasks), open_folder(output).url, cleared=bool(clear))
         return outcome.exit_code
     finally:
         runner.close()
@@ -117,11 +119,12 @@ def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPa
     return results
 
 
-def _tasks(data: DataSpec, url: str) -> list[StreamTask]:
+def _tasks(data: DataSpec, url: str, clear: Mapping[int, str]) -> list[StreamTask]:
     from spile.launch.supervisor import StreamTask, stream_tasks
 
     def words(stream: int) -> tuple[str, ...]:
-        return ("worker", "--spec", url, "--stream", str(stream))
+        first = ("--clear", clear[stream]) if stream in clear else ()
+        return ("worker", "--spec", url, "--stream", str(stream), *first)
 
     if data.dataset_dir is not None:
         return stream_tasks(data.dataset_dir, words)

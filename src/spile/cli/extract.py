@@ -108,6 +108,7 @@ def worker(
     *,
     spec: Annotated[str, Parameter(allow_leading_hyphen=True)],
     stream: int | None = None,
+    clear: str | None = None,
     claim: bool = False,
     worker_name: str | None = None,
     claim_seconds: float = 90.0,
@@ -124,6 +125,8 @@ def worker(
     Args:
         spec: The run spec: a file, an object of a bucket, its JSON text, or - for standard input.
         stream: The number of the stream.
+        clear: With --stream: first remove what the stream holds, if its stream.json still has this hash. spile extract
+            --overwrite passes it; a worker that is started again resumes.
         claim: Instead of --stream: claim one unfinished stream after another.
         worker_name: With --claim: a name that no other running worker has. [default: host and process]
         claim_seconds: With --claim: seconds without a renewal after which another worker's stream is taken over.
@@ -131,12 +134,13 @@ def worker(
     """
     found = _read_spec(spec)
     if claim:
-        if stream is not None:
-            raise SpecError("--claim", expected="no --stream", found=f"--stream {stream}")
+        for flag, value in (("--stream", stream), ("--clear", clear)):
+            if value is not None:
+                raise SpecError("--claim", expected=f"no {flag}", found=f"{flag} {value}")
         return _run_claimed_streams(found, pod, worker_name, claim_seconds, verbose)
     if stream is None:
         raise SpecError("--stream", expected="the number of a stream, or --claim", found="neither")
-    return run_stream(found.for_stream(stream), pod, pod.identity(), verbose)
+    return run_stream(found.for_stream(stream), pod, pod.identity(), verbose, clear=clear)
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
@@ -182,8 +186,10 @@ def run_flags(flags: RunFlags, pod: PodFlags, verbose: bool, web: bool = False) 
     _check_local_run(spec)
     from spile.cli.view import serve_page
 
+    number = spec.data.worker_id
+    clear = flags.streams_to_clear(open_folder(spec.output), [number]).get(number)
     with serve_page(spec.output, web and identity.process == 0):
-        return run_stream(spec, pod, identity, verbose)
+        return run_stream(spec, pod, identity, verbose, clear=clear)
 
 
 def _check_local_run(spec: RunSpec) -> None:
@@ -221,9 +227,25 @@ def _check_local_run(spec: RunSpec) -> None:
 
 
 def run_stream(
-    spec: RunSpec, pod: PodFlags, identity: Identity, verbose: bool, hosts: WorkerGroup | None = None
+    spec: RunSpec,
+    pod: PodFlags,
+    identity: Identity,
+    verbose: bool,
+    hosts: WorkerGroup | None = None,
+    *,
+    clear: str | None = None,
 ) -> int:
-    """Run one stream with a progress display, and return the exit code. ``hosts``: the pod, if it was joined before."""
+    """Run one stream with a progress display, and return the exit code.
+
+    Args:
+        spec: The run spec.
+        pod: The flags of the pod.
+        identity: The place of this process in the pod.
+        verbose: Whether to log more.
+        hosts: The pod, if it was joined before.
+        clear: The version of the stream that is removed first, or None.
+
+    """
     from spile.view.worker import worker_display
     from spile.worker import extract as worker
     from spile.worker.pod.pod import log_devices
@@ -234,12 +256,13 @@ def run_stream(
         if verbose:
             watch.progress.phase(Phase.LOOKING, "at the devices")
             log_devices(hosts, log)
-        summary = worker.run_stream(spec, progress=watch.progress, stop=watch.stop, hosts=hosts)
+        summary = worker.run_stream(spec, clear=clear, progress=watch.progress, stop=watch.stop, hosts=hosts)
         if hosts.first:
             if verbose:
                 for began, ended, name in sorted(watch.progress.spans):
                     log(f"{began:6.2f} to {ended:6.2f} s  {name}")
-            summary = replace(summary, scattered=bool(hosts.name) and not is_remote(spec.output))
+            scattered = bool(hosts.name) and not is_remote(spec.output)
+            summary = replace(summary, scattered=scattered, cleared=clear is not None)
             watch.finish(summary, _answer_facts(spec, summary))
             _warn_of_incomplete_copy(spec, summary.stream)
         else:
@@ -264,7 +287,7 @@ def _answer_facts(spec: RunSpec, summary: Summary) -> list[tuple[str, str]]:
 
 def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
     """Warn that a local copy started after the first commit and is therefore incomplete."""
-    if spec.local_copy is None or spec.delete_local_after_upload:
+    if spec.local_copy is None:
         return
     from spile.store.streams import missing_from_copy
 

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Union, get_args, get_origin
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from spile.fleet.manage import NodeResult
     from spile.fleet.spec import FleetSpec, Policy
     from spile.hosts.hosts import Access, Host
+    from spile.objects.folder import Folder
     from spile.worker.pod.identity import Identity
     from spile.worker.pod.pod import WorkerGroup
 
@@ -87,12 +88,14 @@ class RunFlags:
         """
         if self.dataset_dir is not None and self.dataset is not None:
             raise SpecError("two datasets", expected="--dataset or --dataset-dir", found="both")
+        if self.overwrite and self.checkpointing is not False:
+            raise SpecError("--overwrite", expected="--no-checkpointing as well", found="--overwrite alone")
         known = {each.name for each in spec_fields()}
         values = {name: value for name, value in given_flags(self).items() if name in known}
         output, local_copy = self._output_and_copy()
         if output is not None:
             values["output"] = output
-        if local_copy is not None:
+        if local_copy is not None and not self.delete_local_after_upload:
             values["local_copy"] = local_copy
         if self.answers and self.output_dir is not None:
             values["answers_dir"] = self.output_dir
@@ -109,6 +112,14 @@ class RunFlags:
     def with_output(self, root: str) -> Self:
         """Return the flags of the same run with its output in ``root``."""
         return self.with_values(output=root, output_dir=None, local_copy=None, gcs_bucket=None, upload_to_gcs=None)
+
+    def streams_to_clear(self, root: Folder, streams: Iterable[int]) -> dict[int, str]:
+        """Return the versions of the streams that ``--no-checkpointing --overwrite`` clears; raise as it does."""
+        from spile.store.cleanup import streams_to_clear
+
+        if self.checkpointing is not False:
+            return {}
+        return streams_to_clear(root, streams, overwrite=bool(self.overwrite))
 
     def with_values(self, **changes: Any) -> Self:
         return replace(self, **changes)
@@ -185,29 +196,40 @@ def _without_none(hint: Any) -> Any:
     return hint
 
 
-def _guide_flag(name: str, kind: Any, group: str, text: str) -> _Field:
-    """Return a flag of the old guides, which :meth:`RunFlags.values` translates to fields of the run spec."""
-    return name, Annotated[kind | None, Parameter(group=_GROUPS[group], help=text)], field(default=None)
+def _own_flag(name: str, kind: Any, group: str, text: str, **more: Any) -> _Field:
+    """Return a flag that is no field of the run spec: an act of this command, or another form of some fields."""
+    return name, Annotated[kind | None, Parameter(group=_GROUPS[group], help=text, **more)], field(default=None)
 
 
+_RESUME = "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist. [default: yes]"
+_OVERWRITE = "With --no-checkpointing: remove the existing commits of the stream, once. Only on the command line."
+_STORED = (
+    _own_flag("checkpointing", bool, "Output", _RESUME, negative_bool="no-"),
+    _own_flag("overwrite", bool, "Output", _OVERWRITE),
+    _own_flag("delete_local_after_upload", bool, "Output", "Make no local copy of what is stored in a bucket."),
+)
 _UPLOAD = "Store the dataset in that bucket; =False: do not. [default: yes, if --gcs-bucket is given]"
 _BUCKET = (
-    _guide_flag("gcs_bucket", str, "Output", "Store the dataset in this bucket, instead of --output."),
-    _guide_flag("gcs_prefix", str, "Output", f"The folder in that bucket. [default: {GCS_PREFIX}]"),
-    _guide_flag("upload_to_gcs", bool, "Output", _UPLOAD),
+    _own_flag("gcs_bucket", str, "Output", "Store the dataset in this bucket, instead of --output."),
+    _own_flag("gcs_prefix", str, "Output", f"The folder in that bucket. [default: {GCS_PREFIX}]"),
+    _own_flag("upload_to_gcs", bool, "Output", _UPLOAD),
 )
 _SCRIPT = "guide_script", Annotated[str | None, Parameter(show=False)], field(default=None)
 """The script of the guides that the command line named; :func:`spile.cli.aliases.translate` adds it."""
 _COPY = "The same as --output; with a bucket, the same as --local-copy."
 
 
-def _make_flags(name: str, command: CommandName, *guide_flags: _Field) -> type[RunFlags]:
+def _make_flags(name: str, command: CommandName, *own_flags: _Field) -> type[RunFlags]:
     """Return the dataclass with the flags of a command: its fields of the run spec, and the flags of the guides."""
     answers = command == "infer"
     fields_of_command = [each for each in spec_fields() if answers or each.option.group != "Answers"]
     flags = [_spec_flag(each, command) for each in fields_of_command if each.option.flag]
     made = make_dataclass(
-        name, [*flags, *guide_flags, *_BUCKET, _SCRIPT], bases=(RunFlags,), namespace={"answers": answers}, frozen=True
+        name,
+        [*flags, *_STORED, *own_flags, *_BUCKET, _SCRIPT],
+        bases=(RunFlags,),
+        namespace={"answers": answers},
+        frozen=True,
     )
     made.__module__ = __name__
     return Parameter(name="*")(made)
@@ -222,13 +244,13 @@ if TYPE_CHECKING:
         """The flags of ``spile infer``."""
 
 else:
-    ExtractFlags = _make_flags("ExtractFlags", "extract", _guide_flag("output_dir", str, "Output", _COPY))
+    ExtractFlags = _make_flags("ExtractFlags", "extract", _own_flag("output_dir", str, "Output", _COPY))
     InferFlags = _make_flags(
         "InferFlags",
         "infer",
-        _guide_flag("output_dir", str, "Answers", "The same as --answers-dir."),
-        _guide_flag("activations_dir", str, "Output", _COPY),
-        _guide_flag("n_tasks", int, "Data", "Stop after this many tasks, with all their variants."),
+        _own_flag("output_dir", str, "Answers", "The same as --answers-dir."),
+        _own_flag("activations_dir", str, "Output", _COPY),
+        _own_flag("n_tasks", int, "Data", "Stop after this many tasks, with all their variants."),
     )
 
 

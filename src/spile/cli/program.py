@@ -208,7 +208,13 @@ def build_app(config: str | None = None, command: str | None = None, *, every_fl
         help_flags=("--help", "-h", "--help-all"),
         default_parameter=Parameter(negative_bool=(), negative_iterable=()),
         version=f"spile {__version__}",
-        config=(Env("SPILE_", command=False, show=not short), *file, _refuse_fractions, _refuse_buckets),
+        config=(
+            Env("SPILE_", command=False, show=not short),
+            *file,
+            _refuse_fractions,
+            _refuse_buckets,
+            _refuse_stored_overwrite,
+        ),
         suppress_keyboard_interrupt=False,  # run() handles it.
         help_formatter=CommandHelp(command or "", short=short),
     )
@@ -271,6 +277,15 @@ def _refuse_buckets(_app: App, _commands: tuple[str, ...], arguments: ArgumentCo
         for token in argument.tokens:
             if "://" in token.value:
                 raise SpecError(argument.name, expected="a path on this machine", found=token.value)
+
+
+def _refuse_stored_overwrite(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse ``--overwrite`` from a file or a variable: a command that removes data is typed, once."""
+    for argument in arguments:
+        for token in argument.tokens:
+            if argument.name == "--overwrite" and token.source != "cli":
+                where = token.keyword if token.source == "env" else token.source
+                raise SpecError("--overwrite", expected="on the command line", found=where)
 
 
 def run(words: list[str]) -> int:

@@ -40,7 +40,6 @@ from spile.objects.retry import RequestFailure
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, ExtractSpec, RunSpec
-from spile.store.cleanup import stream_has_commits
 from spile.store.layout import find_streams
 from spile.store.snapshot import SnapshotReader
 from spile.store.stream import read_stream
@@ -263,11 +262,6 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
             found=f"sha256 {sha256}",
             fix="give another --gcs-prefix, so that none of it is lost",
         )
-
-
-def streams_with_commits(root: str, fleet: FleetSpec) -> list[int]:
-    folder = open_folder(root)
-    return [stream for stream in range(fleet.stream_count) if stream_has_commits(folder, stream)]
 
 
 def refuse_active_streams(root: str, numbers: list[int]) -> None:

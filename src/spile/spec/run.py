@@ -298,7 +298,6 @@ class RunSpec:
         default="stream; tpu for a script of the guides",
     )
     local_copy: str | None = _output(None, "If the output is a bucket: a folder that also gets each shard.")
-    delete_local_after_upload: bool = _output(False, "Remove each local copy after its commit.")
     layers: tuple[int, ...] | None = _taps(
         None,
         "The layers of the taps that are named without one: all, or 0-11,20, or 0 1 2.",
@@ -384,10 +383,6 @@ class RunSpec:
     statistics: bool | None = _output(
         None, "Compute mean, variance and norms of each tap during the run.", default="only on a CPU"
     )
-    checkpointing: bool = _output(
-        True, "Resume from the ledger. --no-checkpointing starts again, and is refused if commits exist."
-    )
-    overwrite: bool = _output(False, "With --no-checkpointing: remove the existing commits of the stream.")
     checkpoint_dir: str | None = _output(
         None, "A folder that gets checkpoint_worker_N.json for people to read. It is never read back."
     )
@@ -416,8 +411,6 @@ class RunSpec:
         self._check_captured()
         if self.generation is not None and self.generation.capture == "none" and self.data.token_limit(1) is not None:
             raise SpecError("--max-tokens and --max-bytes", expected="stored activations", found="--capture none")
-        if self.overwrite and self.checkpointing:
-            raise SpecError("--overwrite", expected="--no-checkpointing as well", found="--overwrite alone")
 
     def _resolve_defaults(self) -> None:
         """Fill in the defaults that depend on whether answers are generated, and normalise the taps."""

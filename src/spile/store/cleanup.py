@@ -8,14 +8,16 @@ has just committed: the stream is in use, and nothing is removed. A worker that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from spile.errors import Damaged, StoreError
-from spile.objects.folder import Folder, Unfinished, Unwritable, remove_by_name
+from spile.errors import Damaged, SpecError, StoreError
+from spile.objects.folder import Folder, Unfinished, Unwritable, get_if_present, remove_by_name
 from spile.objects.local import is_abandoned
 from spile.objects.mirror import without_copy
+from spile.spec.amounts import counted
 from spile.store.claims import remove_finished_marks
 from spile.store.heartbeat import read_beat
 from spile.store.layout import (
@@ -82,13 +84,36 @@ def fence(folder: Folder, stream: str, number: int, before: str) -> bool:
 
 
 def stream_has_commits(root: Folder, worker_id: int) -> bool:
-    """Return whether the stream has commits, in which case ``--no-checkpointing`` alone is refused."""
     return bool(commit_numbers(root.child(existing_folder(root, worker_id))))
 
 
-def stream_exists(root: Folder, worker_id: int) -> bool:
-    """Return whether the stream's folder contains any file that a worker created."""
-    return any(is_worker_file(info.key) for info in root.child(existing_folder(root, worker_id)).list())
+def stream_version(root: Folder, worker_id: int) -> str | None:
+    """Return a hash of ``stream.json``, or None if there is none. A stream that is started again gets another one."""
+    data = get_if_present(root.child(existing_folder(root, worker_id)), STREAM)
+    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+
+
+def streams_to_clear(root: Folder, streams: Iterable[int], *, overwrite: bool) -> dict[int, str]:
+    """Return the versions of those streams that ``--no-checkpointing`` clears: with ``--overwrite`` all that exist.
+
+    A worker clears a stream only while it has this version. A worker that is started again with the same command
+    finds another version and resumes.
+
+    Raises:
+        SpecError: If a stream has commits, without ``--overwrite``.
+
+    """
+    if overwrite:
+        versions = {stream: stream_version(root, stream) for stream in streams}
+        return {stream: version for stream, version in versions.items() if version is not None}
+    if found := [stream for stream in streams if stream_has_commits(root, stream)]:
+        raise SpecError(
+            "--no-checkpointing",
+            expected="streams without commits",
+            found=f"commits of {counted(len(found), 'stream')} in {root.url}",
+            fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
+        )
+    return {}
 
 
 def clear_stream(root: Folder, worker_id: int) -> None:

@@ -18,7 +18,7 @@ from spile.launch.supervisor import EngineOutcome, Supervisor
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
 from spile.view.streams import render
-from spile.view.table import PipeSafeConsole, print_event, print_facts, progress_parts, totals_line
+from spile.view.table import PipeSafeConsole, how_to_resume, print_event, print_facts, progress_parts, totals_line
 from spile.worker.signals import handle_signals
 
 _LINE_EVERY = 10.0
@@ -64,7 +64,7 @@ class EngineDisplay:
             self._last = line
         return {view.number: view for view in snapshot.streams}
 
-    def finish(self, outcome: EngineOutcome, streams: int, root: str) -> None:
+    def finish(self, outcome: EngineOutcome, streams: int, root: str, *, cleared: bool = False) -> None:
         """Print the result and the next command to type."""
         quarantined: list[str] = []
         try:
@@ -74,7 +74,8 @@ class EngineDisplay:
             totals = f"not seen: {error}"
         again = outcome.attempts - streams
         more = f", {counted(again, 'attempt')} more than streams" if again > 0 else ""
-        command = f"spile verify {root}" if outcome.done == streams else "the same command again resumes"
+        finished = outcome.done == streams
+        command = f"spile verify {root}" if finished else how_to_resume(cleared=cleared)
         facts = [
             ("activations", root),
             ("streams", f"{outcome.done} of {streams} done{more}"),

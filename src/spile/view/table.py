@@ -284,6 +284,11 @@ def progress_parts(percent: float | None, seconds_left: float | None) -> list[st
     return [*parts, f"about {duration(seconds_left)} left"] if seconds_left else parts
 
 
+def how_to_resume(*, cleared: bool) -> str:
+    """Return what continues a run; ``cleared``: its command removed what was stored before."""
+    return f"the same command {'without --no-checkpointing --overwrite' if cleared else 'again'} resumes"
+
+
 def health_line(health: Snapshot | FleetStatus) -> str:
     """Return the counts of the status summary as one line of text."""
     return f"healthy {health.healthy}, working {health.working}, needs recovery {health.needs_recovery}"

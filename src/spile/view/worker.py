@@ -23,7 +23,7 @@ from rich.text import Text
 
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
-from spile.view.table import PipeSafeConsole, print_event, print_facts
+from spile.view.table import PipeSafeConsole, how_to_resume, print_event, print_facts
 from spile.worker.progress import Progress, ProgressSnapshot, Summary
 from spile.worker.signals import stop_on_signals
 
@@ -251,7 +251,7 @@ def _wall_time(progress: ProgressSnapshot) -> str:
 
 def _next(summary: Summary) -> str:
     if summary.interrupted or not summary.complete:
-        return "the same command again resumes"
+        return how_to_resume(cleared=summary.cleared)
     if not summary.scattered:
         return f"spile verify {summary.root}"
     here = Path(summary.root).absolute()

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from spile.data.stream import SampleReader
-from spile.errors import Failure, Fenced, RunMismatch, SpecError, SpileError
+from spile.errors import Failure, Fenced, RunMismatch, SpileError
 from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.spec.amounts import counted, duration, size
@@ -23,7 +23,7 @@ from spile.spec.positions import ALL, ANSWER
 from spile.spec.ranges import Ranges
 from spile.spec.run import ExtractSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
-from spile.store.cleanup import clear_stream, remove_unfinished, stream_exists, stream_has_commits
+from spile.store.cleanup import clear_stream, remove_unfinished, stream_version
 from spile.store.index import write_entry
 from spile.store.layout import stream_folder
 from spile.store.ledger import Ledger, Limit
@@ -62,6 +62,7 @@ _LAST_WRITE = 10.0
 def run_stream(
     spec: ExtractSpec,
     *,
+    clear: str | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     hosts: WorkerGroup | None = None,
@@ -72,6 +73,7 @@ def run_stream(
 
     Args:
         spec: The run spec.
+        clear: First remove what the stream holds, if this is still its version: see :func:`streams_to_clear`.
         progress: Counters and messages for a display.
         stop: Set it to commit what is done and return.
         hosts: The pod that this process is part of. Every process of the pod makes this call.
@@ -85,17 +87,17 @@ def run_stream(
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check_command_and_output(spec, progress, hosts)
-    run = resolve(spec, progress)
+    clear = hosts.agree("clear", clear if clear and _version(spec) == clear else "")
+    run = resolve(spec, progress, start_over=bool(clear))
     if run.spec.data.max_seq_length != spec.data.max_seq_length:
         progress.log(f"--max-seq-length {run.spec.data.max_seq_length}: {spec.model} has no positions beyond")
-    start_over = hosts.first and _starts_over(run)
-    stream = _existing_stream(run) if hosts.first and not start_over else None
+    stream = _existing_stream(run) if hosts.first and not clear else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
         run.samples.check_unchanged(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, progress, hosts, finished=True, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
-    stream, finished, device = _load_and_work(spec, run, stream, start_over, progress, stop or threading.Event(), hosts)
+    stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop or threading.Event(), hosts)
     hosts.barrier("final_checkpoint")
     return _finish(run, stream, progress, hosts, finished=finished, device=device)
 
@@ -104,7 +106,7 @@ def _load_and_work(
     spec: ExtractSpec,
     run: ResolvedRun,
     stream: StreamWriter | None,
-    start_over: bool,
+    clear: str,
     progress: Progress,
     stop: threading.Event,
     hosts: WorkerGroup,
@@ -119,8 +121,9 @@ def _load_and_work(
         if hosts.first:
             progress.log(f"{spec.model} on {producer.describe()}")
         hosts.barrier("model_loaded")
-        if start_over:
+        if hosts.first and clear and _version(spec) == clear:  # else another worker has just cleared it
             clear_stream(run.root, spec.data.worker_id)  # only now: the model is known to be complete
+            progress.log(f"cleared stream {spec.data.worker_id}")
         stream, agreed = _agree_on_stream(run, stream, hosts)
         if agreed != done:
             reader.close()
@@ -462,26 +465,13 @@ def _existing_stream(run: ResolvedRun) -> StreamWriter | None:
     return None if record is None else join(run)
 
 
+def _version(spec: ExtractSpec) -> str | None:
+    return stream_version(open_folder(spec.output), spec.data.worker_id)
+
+
 def _has_work(run: ResolvedRun, stream: StreamWriter) -> bool:
     expected = run.expected_samples(stream.ledger)
     return expected is None or bool(len(Ranges([(0, expected)]) - stream.ledger.done))
-
-
-def _starts_over(run: ResolvedRun) -> bool:
-    """Return whether ``--no-checkpointing`` discards an existing stream; commits need ``--overwrite`` too."""
-    worker_id = run.spec.data.worker_id
-    if run.spec.checkpointing or not stream_exists(run.root, worker_id):
-        return False
-    if run.spec.overwrite:
-        return True
-    if stream_has_commits(run.root, worker_id):
-        raise SpecError(
-            "--no-checkpointing",
-            expected="a stream without commits",
-            found=f"commits in {run.root.url}/{stream_folder(worker_id, run.identity.folders)}",
-            fix="add --overwrite to remove them, or leave --no-checkpointing out to resume",
-        )
-    return False
 
 
 def _agree_on_stream(run: ResolvedRun, stream: StreamWriter | None, hosts: WorkerGroup) -> tuple[StreamWriter, Ranges]:

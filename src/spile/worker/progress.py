@@ -17,7 +17,6 @@ from typing import Any
 
 from spile.errors import Interrupted, SpileError
 from spile.objects import Folder, open_folder
-from spile.objects.mirror import MirrorFolder
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.spec.run import ExtractSpec
@@ -78,6 +77,8 @@ class Summary:
     retries: int = 0
     scattered: bool = False
     """Whether each host of a pod may have its part of the stream on its own disk."""
+    cleared: bool = False
+    """Whether the command removed what was stored before."""
     quarantined: tuple[Skip, ...] = ()
     """The samples that were set aside because workers end when they compute them."""
 
@@ -402,7 +403,6 @@ class StatusFiles(ExitStack):
         super().__init__()
         self._spec, self._stream, self.progress, self.expected = spec, stream, progress, expected
         self._heartbeat = Heartbeat(stream.folder, stream.attempt, self._reading, log=progress.log) if writes else None
-        self._deleted = 0
 
     def __enter__(self) -> StatusFiles:
         if self._heartbeat is not None:
@@ -414,7 +414,6 @@ class StatusFiles(ExitStack):
 
     def committed(self) -> None:
         """Update the files; called after each commit."""
-        self._delete_local_copies()
         if self._heartbeat is not None:
             write_checkpoint_file(self._spec, self._stream, "in_progress", self.progress.log)
             ledger = self._stream.ledger
@@ -431,16 +430,6 @@ class StatusFiles(ExitStack):
             retries=self._stream.folder.stats.retries,
             expected=self.expected,
         )
-
-    def _delete_local_copies(self) -> None:
-        """Delete the local copies of committed shards (``--delete-local-after-upload``)."""
-        folder = self._stream.folder
-        if not self._spec.delete_local_after_upload or not isinstance(folder, MirrorFolder):
-            return
-        files = self._stream.ledger.files
-        for file in files[self._deleted :]:
-            folder.copy.delete(file.name)
-        self._deleted = len(files)
 
 
 def write_checkpoint_file(

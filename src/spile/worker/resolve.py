@@ -329,10 +329,16 @@ class ResolvedRun:
         return ledger.expected(self.stream_identity.samples, self.spec.data.max_samples, self.token_limit)
 
 
-def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
+def resolve(spec: ExtractSpec, progress: Progress | None = None, *, start_over: bool = False) -> ResolvedRun:
     """Find and check everything that a spec names, as far as possible before the weights are loaded.
 
     The devices are initialised and the weights are hashed while the tokenizer and the data are read.
+
+    Args:
+        spec: The run spec.
+        progress: Counters and messages for a display.
+        start_over: Whether the stored stream will be cleared, so that its data may differ.
+
     """
     progress = progress or Progress()
     spec = replace(spec, data=stored_tokens(spec.data))
@@ -350,7 +356,7 @@ def resolve(spec: ExtractSpec, progress: Progress | None = None) -> ResolvedRun:
         spec = replace(spec, backend=backend, stream_names=names)
         spec = limit_to_learned_positions(spec, files, backend)
         weights = threads.submit(progress.span("the weights' checksum")(files.weights_hash))
-        return _resolve(spec, root, existing, files, get_platform, weights)
+        return _resolve(spec, root, existing, files, get_platform, weights, start_over=start_over)
 
 
 def _resolve(
@@ -360,6 +366,8 @@ def _resolve(
     files: model_files.ModelFiles,
     get_platform: Callable[[], str],
     weights: Future[str],
+    *,
+    start_over: bool,
 ) -> ResolvedRun:
     taps = spec.selected_taps(files.config.n_layers)
     generation = spec.generation
@@ -368,7 +376,7 @@ def _resolve(
     steering = _steering(spec, files.config)
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
     spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, existing)))
-    samples = _open_samples(spec, root, tokenizer, files.config.vocab_size)
+    samples = _open_samples(spec, root, tokenizer, files.config.vocab_size, start_over=start_over)
     if spec.dtype == "auto":
         dtype: Any = existing.dtype if existing else compute_dtype_for(get_platform())
         spec = replace(spec, dtype=dtype)
@@ -419,10 +427,12 @@ def _steering(spec: ExtractSpec, config: ModelConfig) -> Steering | None:
     return read_steering(spec.steer, config)
 
 
-def _open_samples(spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabulary: int) -> SampleStream:
+def _open_samples(
+    spec: ExtractSpec, root: Folder, tokenizer: Tokenizer, vocabulary: int, *, start_over: bool
+) -> SampleStream:
     """Open the data, in the way in which the stream that is continued was begun."""
     folder = root.child(stream_folder(spec.data.worker_id, spec.stream_names))
-    record = None if spec.overwrite else read_stream(folder)
+    record = None if start_over else read_stream(folder)
     stored = None if record is None else record.identity
     samples = open_stream(spec.data, tokenizer, vocabulary, stored=stored, pod=jax.process_count() > 1)
     check_answer_positions(spec, samples.prompt.kind)

@@ -39,7 +39,7 @@ def test_an_output_of_another_dataset_or_other_taps(refused: Refuse, tmp_path: P
 
 def test_starting_over_is_refused_where_commits_are(refused: Refuse, made: Path, run: Path) -> None:
     line = refused("--dataset", made / "texts.jsonl", "--output", run, *SMALL, "--no-checkpointing")
-    assert line.startswith(f"--no-checkpointing: expected a stream without commits, found commits in {run}/stream_0")
+    assert line.startswith(f"--no-checkpointing: expected streams without commits, found commits of 1 stream in {run}")
 
 
 def test_starting_over_removes_nothing_before_all_else_is_right(refused: Refuse, made: Path, run: Path) -> None:

@@ -49,7 +49,6 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "stop": ("x", ("x",)),
     "steer": ("residual.1=zero", ("residual.1=zero",)),
     "statistics": ("", True),
-    "overwrite": ("", True),
     "top_p": ("0.5", 0.5),
     "output": ("elsewhere", "elsewhere"),
 }
@@ -62,24 +61,21 @@ def test_every_field_has_a_flag_of_its_name(each: SpecField) -> None:
     kind = next((kind for kind in KINDS if kind.__name__ in str(each.hint)), str)
     choice = get_args(each.hint)[-1] if get_origin(each.hint) is Literal else None
     text, expected = EXAMPLES.get(each.name, (choice, choice) if choice else KINDS[kind])
-    more = ["--no-checkpointing"] if each.name == "overwrite" else []
-    if each.name == "checkpointing":
-        flag, expected = "--no-checkpointing", False
-    spec = parsed("infer", *([f"{flag}={text}"] if text else [flag]), *more)
+    spec = parsed("infer", *([f"{flag}={text}"] if text else [flag]))
     assert each.get(spec) == expected
-    assert (
-        each.get(make_spec({each.name: expected, **({"checkpointing": False} if more else {})}, infer=True)) == expected
-    )
+    assert each.get(make_spec({each.name: expected}, infer=True)) == expected
 
 
-def test_only_the_guides_have_flags_of_their_own() -> None:
+def test_only_the_guides_and_acts_of_a_command_have_flags_of_their_own() -> None:
     known = {each.name for each in spec_fields()}
-    assert {each.name for each in fields(ExtractFlags)} - known == {
+    acts = {"checkpointing", "overwrite", "delete_local_after_upload"}
+    assert {each.name for each in fields(ExtractFlags)} - known - acts == {
         "output_dir", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "guide_script",
     }  # fmt: skip
-    assert {each.name for each in fields(InferFlags)} - known == {
+    assert {each.name for each in fields(InferFlags)} - known - acts == {
         "output_dir", "activations_dir", "n_tasks", "gcs_bucket", "gcs_prefix", "upload_to_gcs", "guide_script",
     }  # fmt: skip
+    assert not acts & known, "a stored spec describes; it never commands"
 
 
 def test_a_spec_is_a_config_file(tmp_path: Path) -> None:

@@ -40,9 +40,8 @@ def test_it_is_understood(line: str) -> None:
 def test_every_flag_of_extract_reaches_the_workers() -> None:
     from spile.cli.deploy import worker_spec
 
-    line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --no-checkpointing --pack"
+    line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --pack"
     _, bound, _ = build_app().parse_args(translate(shlex.split(line), {}), exit_on_error=False, print_error=False)
     spec = worker_spec(bound.arguments["flags"], "gs://b/activations", "gs://b/datasets/x", "split")
     assert (spec.model, spec.data.prompt.pack, spec.layers, spec.batch_size) == ("M", True, (0, 1, 2), 8)
     assert (spec.output, spec.data.location) == ("gs://b/activations", "gs://b/datasets/x/stream_000.jsonl")
-    assert spec.checkpointing, "a worker that is started again resumes"

@@ -16,7 +16,6 @@ from spile.spec.taps import Tap
         (lambda: ExtractSpec(dtype="int4"), "--dtype: expected one of auto, float32, bfloat16, found 'int4'"),
         (lambda: ExtractSpec(model=""), "--model: expected a name or a path, found an empty text"),
         (lambda: ExtractSpec(layers=(-1,)), "--layers: expected layers from 0 up, found [-1]"),
-        (lambda: ExtractSpec(overwrite=True), "--overwrite: expected --no-checkpointing as well, found"),
         (lambda: DataSpec(max_seq_length=0), "--max-seq-length: expected from 1 to 1,048,576, found 0"),
         (lambda: DataSpec(worker_id=-1), "--worker-id: expected from 0 to 99,999, found -1"),
         (lambda: PromptSpec(kind="poem"), "--prompt: expected one of auto, arc, chat, text, tokens, found 'poem'"),

@@ -13,8 +13,10 @@ import pytest
 import spile
 from spile.cli.main import main
 from spile.errors import ModelError, RunMismatch, SpecError, UserError
+from spile.objects import open_folder
 from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec
 from spile.spec.taps import parse_taps
+from spile.store.cleanup import stream_version
 from spile.store.verification import verify
 from spile.worker.backfill import add_taps
 from spile.worker.extract import run_stream
@@ -223,7 +225,7 @@ def test_another_model_or_tokenizer_is_refused(made: Path, base: Path, tmp_path:
 
 def test_a_stream_that_is_begun_again_takes_its_additions_with_it(made: Path, with_added: Path) -> None:
     base = with_added
-    run_stream(spec(made, "unused", output=str(base), checkpointing=False, overwrite=True))
+    run_stream(spec(made, "unused", output=str(base)), clear=stream_version(open_folder(str(base)), 0))
     assert not list(base.glob("stream_0/added_*/**/*.safetensors"))
     assert spile.open(str(base)).taps == ("residual.0", "residual.2")
     assert verify(str(base)).ok
