@@ -42,7 +42,8 @@ COPY --from=build-cuda /opt/spile /opt/spile
 # For compose.yaml and demos: cpu with the fake bucket and the fake cloud, which no wheel contains.
 FROM runtime AS dev
 COPY --from=build /opt/spile /opt/spile
-COPY src/spile_fakes /opt/fakes/spile_fakes
+COPY tests/__init__.py /opt/fakes/tests/
+COPY tests/fakes /opt/fakes/tests/fakes
 ENV PYTHONPATH=/opt/fakes
 FROM runtime AS cpu
 COPY --from=build /opt/spile /opt/spile

@@ -30,7 +30,7 @@ demo: $(VENV)/.runtime  ## extract the embedded model's activations over the emb
 	$(BIN)/spile extract
 
 fleet-demo: $(VENV)/.runtime  ## deploy, preempt, recover, scale and verify a fleet on a fake cloud; two minutes
-	PYTHONPATH=src $(BIN)/python -m spile_fakes.demo
+	$(BIN)/python -m tests.fakes.demo
 
 # XLA compiles twice as fast without optimizations; test-all runs the optimized programs.
 test: $(VENV)/.ready  ## the tests that every change runs; at most six minutes on two cores

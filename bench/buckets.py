@@ -18,7 +18,7 @@ import spile
 from bench.rates import BATCH, SHARD_ROWS, D, Read, in_turns, make, show
 from spile.objects import open_folder
 
-_FAKE_GCS = ["-m", "spile_fakes.gcs", "--bucket", "bucket", "--with-parent"]
+_FAKE_GCS = ["-m", "tests.fakes.gcs", "--bucket", "bucket", "--with-parent"]
 _MOTO = [
     "-c",
     """

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.fakes.server import make_tls_context
 
 from spile.objects import Folder, open_folder
-from spile_fakes.server import make_tls_context
 
 SIZE = 8 << 20
 Transfer = Callable[[int], int]

@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.shapes import SHAPES, make_model
+from spile.compute.device import DeviceProducer
+from spile.compute.producer import Control
+from spile.compute.progress import Progress
 from spile.planning.bench import run_transformers
+from spile.run.pipeline import Sink, run_pipeline
+from spile.run.resolve import resolve
+from spile.run.worker import make_device_producer
 from spile.spec.ranges import Ranges
-from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, ExtractSpec
+from spile.spec.run import EMBEDDED, ComputeDtype, DataSpec, RunSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.worker.device import DeviceProducer
-from spile.worker.extract import make_device_producer
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control
-from spile.worker.progress import Progress
-from spile.worker.resolve import resolve
+from spile.store.writer import join_stream
 
 _DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
     padding: float
 
 
-def ours(spec: ExtractSpec, samples: Sequence[Sample], producer: DeviceProducer) -> Turn:
+def ours(spec: RunSpec, samples: Sequence[Sample], producer: DeviceProducer) -> Turn:
     """Run spile on these samples."""
     parts = resolve(spec)
     join_run(parts.root, parts.identity)
@@ -76,9 +76,9 @@ def _compare(args: argparse.Namespace, folder: Path) -> None:
     model = make_model(args.shape, folder / "model")
     data = DataSpec(dataset=args.tasks, max_samples=args.samples)
 
-    def spec(dtype: ComputeDtype, turn: int) -> ExtractSpec:
+    def spec(dtype: ComputeDtype, turn: int) -> RunSpec:
         output = str(folder / f"run-{dtype}-{turn}")
-        return ExtractSpec(model=str(model), data=data, output=output, dtype=dtype)
+        return RunSpec(model=str(model), data=data, output=output, dtype=dtype)
 
     samples = [item for item in resolve(spec("float32", 0)).samples.read(Ranges()) if isinstance(item, Sample)]
     prompts = [sample.tokens for sample in samples]

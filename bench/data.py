@@ -20,7 +20,7 @@ import orjson
 
 import spile.models
 from spile.data.lines import embedded_tasks
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec

@@ -28,12 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.gcs import FakeGcs
+
 from bench.meter import ProcessorMeter
 from spile.data.split import make_streams
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.store.layout import find_streams
-from spile.store.verification import verify
-from spile_fakes.gcs import FakeGcs
 
 SPILE = [sys.executable, "-m", "spile.cli.main", "extract", "--model", "embedded", "--shard-size-gb", "0.01"]
 BUCKET = "gs://bench"

@@ -26,28 +26,28 @@ import jax
 import numpy as np
 
 from bench.shapes import make_model
-from spile.data.stream import open_stream
+from spile.compute.answers import Answer
+from spile.compute.batches import Sizes
+from spile.compute.device import configure_jax
+from spile.compute.generator import GenerationPrograms, Generator, plan_slots
+from spile.compute.mesh import device_memory, make_mesh
+from spile.compute.producer import Control
+from spile.compute.progress import Progress
+from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.models import model_files
 from spile.models.generation import token_bytes
 from spile.models.weights import load
 from spile.objects import open_folder
+from spile.run.pipeline import Sink, run_pipeline
+from spile.run.resolve import compute_dtype_for
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.worker.batches import Sizes
-from spile.worker.device import configure_jax
-from spile.worker.generator import GenerationPrograms, Generator, plan_slots
-from spile.worker.infer import Answer
-from spile.worker.mesh import device_memory, make_mesh
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control
-from spile.worker.progress import Progress
-from spile.worker.resolve import compute_dtype_for
+from spile.store.writer import join_stream
 
 
 def prompts_of(model: Path, tasks: str, count: int, longest: int) -> list[Sample]:

@@ -16,11 +16,11 @@ from typing import Any
 
 from bench.shapes import make_model
 from spile.planning.bench import bench
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.run import DataSpec, RunSpec
 
 
-def spec(model: Path, tasks: str, output: str, layers: tuple[int, ...] | None, **more: Any) -> ExtractSpec:
-    return ExtractSpec(model=str(model), data=DataSpec(dataset=tasks), output=output, layers=layers, **more)
+def spec(model: Path, tasks: str, output: str, layers: tuple[int, ...] | None, **more: Any) -> RunSpec:
+    return RunSpec(model=str(model), data=DataSpec(dataset=tasks), output=output, layers=layers, **more)
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(results, indent=1))
 
-    def measure(name: str, run: ExtractSpec, tokens: int) -> None:
+    def measure(name: str, run: RunSpec, tokens: int) -> None:
         began = time.perf_counter()
         result = bench(run, tokens=tokens, compare=name.startswith("0.5b all layers, RAM"))
         results[name] = result.record()

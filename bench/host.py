@@ -19,17 +19,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
+from spile.compute.batches import Batch, Sizes
+from spile.compute.producer import Control, Producer, RowBlock
+from spile.compute.progress import Progress
+from spile.compute.sizes import in_flight
 from spile.objects import open_folder
 from spile.planning.bench import host_copy, removing_shards
+from spile.run.pipeline import Sink, run_pipeline
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control, Producer, RowBlock
-from spile.worker.progress import Progress
-from spile.worker.sizes import in_flight
+from spile.store.writer import join_stream
 
 _SETS = 6
 """The number of sets of rows that are used in turn, more than fit in the processor's cache."""

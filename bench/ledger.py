@@ -41,7 +41,7 @@ class LedgerTimes:
 @contextmanager
 def fake_gcs(bucket: str = "bench") -> Iterator[str]:
     """Start a fake GCS in a separate process, set the environment for it, and yield its URL."""
-    command = [sys.executable, "-m", "spile_fakes.gcs", "--bucket", bucket, "--with-parent"]
+    command = [sys.executable, "-m", "tests.fakes.gcs", "--bucket", bucket, "--with-parent"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     before = os.environ.get("STORAGE_EMULATOR_HOST")
     try:

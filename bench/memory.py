@@ -27,7 +27,7 @@ MUST = 1.15
 _MEASURED = """
 import sys
 from spile.cli.main import main
-from spile.worker.progress import peak_memory
+from spile.compute.progress import peak_memory
 try:
     main(sys.argv[1:])
 finally:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rich.console import Console
+from tests.fakes.gcs import FakeGcs
 
 import spile
 from bench.scale import run_identity
@@ -32,8 +33,7 @@ from spile.store.index import IndexEntry, copy_ledger, group_key, pack_group
 from spile.store.layout import STREAM, commit_key
 from spile.store.ledger import Commit, ShardRecord, iso_time
 from spile.store.run import join_run
-from spile.store.stream import StreamRecord, stream_bytes
-from spile_fakes.gcs import FakeGcs
+from spile.store.writer import StreamRecord, stream_bytes
 
 _LATENCY = 0.05
 _SAMPLES = 100

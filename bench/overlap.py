@@ -24,17 +24,17 @@ from rich.console import Console
 
 from bench import SCRATCH
 from bench.ledger import fake_gcs
+from spile.compute.batches import Batch, Sizes
+from spile.compute.producer import Control, Producer, RowBlock
+from spile.compute.progress import Progress
 from spile.objects import open_folder
+from spile.run.pipeline import Sink, run_pipeline
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.run import PromptSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control, Producer, RowBlock
-from spile.worker.progress import Progress
+from spile.store.writer import join_stream
 
 __all__ = ["A_TOKEN", "D_MODEL", "TAPS", "Overlap", "main", "measure", "run_identity"]
 

@@ -24,14 +24,14 @@ import numpy as np
 
 import spile
 from spile.objects import open_folder
+from spile.proof.comparison import Recompute, _Chosen, compare
+from spile.proof.report import Problem, Recomputed
+from spile.proof.rerun import recomputer
 from spile.spec.identity import RunIdentity
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.run import DataSpec, RunSpec
 from spile.spec.taps import SCALED
-from spile.store.recomputation import Recompute, _Chosen, compare
-from spile.store.report import Problem, Recomputed
 from spile.store.shard import as_stored, decode, split
-from spile.store.streams import open_streams
-from spile.worker.recompute import recomputer
+from spile.store.stored_stream import open_streams
 
 DTYPES = ("bfloat16", "float16", "int8", "float8_e4m3")
 ROW_ERRORS = ("zeroed row", "negated row", "noise", "neighbour's row", "other sample's row")
@@ -52,7 +52,7 @@ def write_texts(file: Path, count: int, characters: int, seed: int) -> None:
 def extract(model: str, texts: Path, output: str, dtype: str, store_dtype: str) -> str:
     """Store all taps of the residual stream, and return the dataset's root."""
     data = DataSpec(dataset=str(texts), max_seq_length=512)
-    spec = ExtractSpec(model=model, data=data, output=output, dtype=dtype, store_dtype=store_dtype)  # type: ignore[arg-type]
+    spec = RunSpec(model=model, data=data, output=output, dtype=dtype, store_dtype=store_dtype)  # type: ignore[arg-type]
     spile.extract(spec)
     return spec.output
 

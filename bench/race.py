@@ -100,7 +100,7 @@ class Race:
         self.model = args.model or make_model(args.shape, self.home / "model")
         self.tasks = write_tasks(args.tasks, args.count, self.home / "tasks.jsonl", as_texts=args.texts)
         self.results: list[Result] = []
-        process("bytecode", ["-c", "import jax, spile.cli.main, spile.worker.extract"])
+        process("bytecode", ["-c", "import jax, spile.cli.main, spile.run.worker"])
         process("bytecode", ["-c", "import torch, transformers; from transformers import AutoModel, Qwen2Model"])
         self._touch(args.touch << 30)
 

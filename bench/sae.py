@@ -34,7 +34,7 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 
 D, TRUE, LENGTH, BATCH, K = 256, 512, 512, 2048, 16
 EVERY = 17

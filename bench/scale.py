@@ -22,6 +22,7 @@ from rich.console import Console
 
 import spile
 from spile.objects import Folder, ObjectInfo, Stats, Unfinished, Writer, open_folder
+from spile.proof.verification import verify
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec
@@ -30,8 +31,7 @@ from spile.spec.taps import Tap
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, ShardRecord, read_ledger
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 
 __all__ = ["Distant", "main"]
 

@@ -20,20 +20,20 @@ if "--machine" in sys.argv:
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.fakes.random_weights import random
 
 from bench.shapes import _COMMON, SHAPES
+from spile.compute.batches import Batch
+from spile.compute.device import DeviceProducer
+from spile.compute.mesh import MeshPlan, default_shape, make_mesh
 from spile.models.decoder import layers_needed
 from spile.models.families import read_config
 from spile.models.params import LayerRun, Params, choose_runs, one_run_per_layer, param_shapes, stack_layers
 from spile.planning.machines import parse_machine
 from spile.planning.tpu_compiler import topology_devices
+from spile.run.resolve import compute_dtype_for
 from spile.spec.sample import Sample
 from spile.spec.taps import select_taps
-from spile.worker.batches import Batch
-from spile.worker.device import DeviceProducer
-from spile.worker.mesh import MeshPlan, default_shape, make_mesh
-from spile.worker.resolve import compute_dtype_for
-from spile_fakes.random_weights import random
 
 _DEPTH = 3
 """The number of batches in flight."""

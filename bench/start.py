@@ -19,8 +19,8 @@ _WHAT = {
     "import numpy": ("-c", "import numpy"),
     "import jax": ("-c", "import jax"),
     "import spile": ("-c", "import spile"),
-    "what spile extract imports, without jax": ("-c", "import numpy, spile.cli.extract, spile.data.stream"),
-    "what spile extract imports": ("-c", "import spile.cli.extract, spile.worker.extract"),
+    "what spile extract imports, without jax": ("-c", "import numpy, spile.cli.extract, spile.data.samples"),
+    "what spile extract imports": ("-c", "import spile.cli.extract, spile.run.worker"),
 }
 
 

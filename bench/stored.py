@@ -12,7 +12,7 @@ import tempfile
 import numpy as np
 
 import spile
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.spec.run import DataSpec, RunSpec
 from spile.spec.taps import SCALED, TapRows
 from spile.store.shard import as_stored, decode, split
 
@@ -44,7 +44,7 @@ def main() -> None:
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = DataSpec(dataset=words.dataset, max_samples=words.samples)
-        spile.extract(ExtractSpec(model=words.model, data=data, output=folder, store_dtype="float32", dtype="float32"))
+        spile.extract(RunSpec(model=words.model, data=data, output=folder, store_dtype="float32", dtype="float32"))
         dataset = spile.open(folder)
         print(f"{'tap':14}" + "".join(f"{dtype:>26}" for dtype in DTYPES))
         for tap in dataset.taps:

@@ -16,15 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.fakes.hub import DatasetHub
+
 from spile.spec.amounts import size
-from spile_fakes.hub import DatasetHub
 
 _FILE_ROWS, _GROUP_ROWS = 500_000, 10_000
 _RUN = """
 import json, sys
 from spile.spec.run import make_spec
-from spile.worker.extract import run_stream
-from spile.worker.progress import Progress
+from spile.run.worker import run_stream
+from spile.compute.progress import Progress
 
 progress = Progress.of_process()
 done = run_stream(make_spec(json.loads(sys.argv[1])), progress=progress)
@@ -34,12 +35,12 @@ print(json.dumps({"data": wall.start, "first": wall.start + wall.compile, "memor
 """
 _READ = """
 import json, sys, time
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.models import model_files
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec
-from spile.worker.progress import peak_memory
+from spile.compute.progress import peak_memory
 
 tokenizer = load_tokenizer(model_files.find("embedded").tokenizer_folder)
 began = time.perf_counter()

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec

@@ -30,6 +30,7 @@ from spile.objects.bucket import PART
 from spile.objects.retry import Retry, from_status
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate
 from spile.planning.machines import list_prices, parse_machine
+from spile.run.claiming import PlannedStream, take_unfinished
 from spile.spec.amounts import size
 from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
@@ -41,8 +42,7 @@ from spile.store.layout import INDEX
 from spile.store.ledger import ShardRecord, read_ledger
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.worker.claiming import PlannedStream, take_unfinished
+from spile.store.writer import StreamWriter, join_stream, read_stream
 
 _D, _LAYERS, _LAYER, _PARAMETERS = 3584, 28, 14, 7.6e9
 _SAMPLE_TOKENS = 2000

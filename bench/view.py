@@ -37,7 +37,7 @@ from spile.spec.taps import Tap
 from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from spile.view.web.pages import Viewer
 from spile.view.web.roots import Root
 from spile.view.web.server import WebServer

@@ -148,11 +148,11 @@ class Trainer:
     def __init__(self, batch_tokens: int, seed: int, attention: str | None = None) -> None:
         import jax
         import jax.numpy as jnp
+        from tests.fakes import random_weights
 
         from spile.models.attention import choose
         from spile.models.families import read_config
         from spile.spec.taps import Tap
-        from spile_fakes import random_weights
 
         self.config = read_config(CONFIG)
         platform = jax.default_backend()

@@ -28,8 +28,8 @@ from typing import Any
 import pytest
 
 from spile.objects import Folder, open_folder
-from spile_fakes.gcs import FakeGcs
-from spile_fakes.server import Faults, FaultyProxy, FaultyServer
+from tests.fakes.gcs import FakeGcs
+from tests.fakes.server import Faults, FaultyProxy, FaultyServer
 
 __all__ = ["BACKENDS", "Clouds", "cloud_folder", "cloud_url", "clouds", "folder", "folder_url", "shared_clouds"]
 

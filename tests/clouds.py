@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from spile_fakes.cloud_server import FakeCloud
+from tests.fakes.cloud_server import FakeCloud
 
 GCLOUD = shutil.which("gcloud")
 

@@ -43,8 +43,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.run import stream_file
 from spile.store.claims import Claim, ClaimBook
 from spile.store.quarantine import Supervision, Trials, resume_trials
-from spile_fakes.cloud import ApiError, Cloud, CloudTimes
-from spile_fakes.cloud_server import Api, ApiFault, Lost
+from tests.fakes.cloud import ApiError, Cloud, CloudTimes
+from tests.fakes.cloud_server import Api, ApiFault, Lost
 
 ZONES = ("us-central1-a", "us-central1-b", "europe-west4-a", "us-east1-d")
 LIVE = ("CREATING", "READY")
@@ -409,7 +409,7 @@ class Simulation:
         self._take_step(vm, self.streams[vm.claim.stream], max(1, int(seconds / 5)))
 
     def _take_step(self, vm: Vm, stream: Stream, count: int) -> None:
-        """Compute some samples, as :class:`spile.worker.extract.StreamWork` does it."""
+        """Compute some samples, as :class:`spile.run.worker.StreamWork` does it."""
         if vm.trials is None:
             heard = Supervision.from_environment(vm.supervision.environment())
             vm.trials = resume_trials(stream.record, heard, "id", stream.covered)

@@ -13,7 +13,7 @@ __all__ = ["HeldCommits"]
 _PATCH = """
 import pathlib, sys, time
 if {{"extract", "worker"}} & set(sys.orig_argv):
-    from spile.store.stream import StreamWriter
+    from spile.store.writer import StreamWriter
     real, released = StreamWriter.commit, pathlib.Path({released!r})
     def commit(self, *args, **options):
         while self.ledger.commits >= {after} and not released.exists():

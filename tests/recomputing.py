@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from spile.proof.comparison import Recompute, RowsBySample
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.recomputation import Recompute, RowsBySample
 
 Rows = Callable[[np.ndarray, tuple[str, ...]], Sequence[np.ndarray]]
 """From all tokens of a sample and the names of taps to the rows of each tap, before they are rounded."""

@@ -20,7 +20,7 @@ from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role
 from spile.store.predictions import put_predictions
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
 
 HOSTILE = (

@@ -13,6 +13,8 @@ from dataclasses import replace
 import ml_dtypes  # noqa: F401  (registers bfloat16)
 import numpy as np
 
+from spile.compute.batches import Batch
+from spile.compute.producer import OutOfDeviceMemory, Producer, RowBlock, pack
 from spile.objects import Folder
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
@@ -21,9 +23,7 @@ from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import Tap
 from spile.store.run import join_run
 from spile.store.shard import ShardBuilder
-from spile.store.stream import StreamWriter, join_stream
-from spile.worker.batches import Batch
-from spile.worker.producer import OutOfDeviceMemory, Producer, RowBlock, pack
+from spile.store.writer import StreamWriter, join_stream
 
 __all__ = [
     "TAPS",

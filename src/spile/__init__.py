@@ -45,16 +45,16 @@ from spile.version import __version__
 
 if TYPE_CHECKING:
     from spile.api import compare, export, extract, infer, inspect, load, plan, push, score, stream, tap, verify
+    from spile.compute.progress import Summary
+    from spile.live.tapping import Activations, Model
+    from spile.live.training_rows import ActivationStream
+    from spile.proof.report import Report
     from spile.reading.dataset import Dataset, JointDataset, open  # noqa: A004
     from spile.reading.readers import ShuffledReaders
     from spile.reading.rows import RowBatch
-    from spile.spec.run import BackfillSpec, DataSpec, ExtractSpec, GenerationSpec, PromptSpec, RunSpec
+    from spile.run.backfill import add_taps
+    from spile.spec.run import BackfillSpec, DataSpec, GenerationSpec, PromptSpec, RunSpec
     from spile.spec.sample import Role
-    from spile.store.report import Report
-    from spile.worker.backfill import add_taps
-    from spile.worker.progress import Summary
-    from spile.worker.streaming import ActivationStream
-    from spile.worker.tapping import Activations, Model
 
 __all__ = [
     "ActivationStream",
@@ -62,7 +62,6 @@ __all__ = [
     "BackfillSpec",
     "DataSpec",
     "Dataset",
-    "ExtractSpec",
     "GenerationSpec",
     "JointDataset",
     "Model",
@@ -100,13 +99,13 @@ _MODULES = {
     "spile.reading.dataset": ("Dataset", "JointDataset", "open"),
     "spile.reading.readers": ("ShuffledReaders",),
     "spile.reading.rows": ("RowBatch",),
-    "spile.spec.run": ("BackfillSpec", "DataSpec", "ExtractSpec", "GenerationSpec", "PromptSpec", "RunSpec"),
+    "spile.spec.run": ("BackfillSpec", "DataSpec", "GenerationSpec", "PromptSpec", "RunSpec"),
     "spile.spec.sample": ("Role",),
-    "spile.store.report": ("Report",),
-    "spile.worker.backfill": ("add_taps",),
-    "spile.worker.progress": ("Summary",),
-    "spile.worker.streaming": ("ActivationStream",),
-    "spile.worker.tapping": ("Activations", "Model"),
+    "spile.proof.report": ("Report",),
+    "spile.run.backfill": ("add_taps",),
+    "spile.compute.progress": ("Summary",),
+    "spile.live.training_rows": ("ActivationStream",),
+    "spile.live.tapping": ("Activations", "Model"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -31,18 +31,18 @@ from spile.spec.run import (
 )
 
 if TYPE_CHECKING:
+    from spile.compute.progress import Progress, Summary
     from spile.data.arc.answers import Score
+    from spile.live.tapping import Activations, Model, TapOptions
+    from spile.live.training_rows import ActivationStream
     from spile.planning.forecast import Forecast
+    from spile.proof.report import Report
     from spile.reading.dataset import Dataset
     from spile.reading.export import ExportDtype, Exported, ExportFormat
     from spile.reading.inspection import Comparison, Inspection
     from spile.reading.push import Pushed
+    from spile.run.pod.pod import WorkerGroup
     from spile.store.predictions import Decode
-    from spile.store.report import Report
-    from spile.worker.pod.pod import WorkerGroup
-    from spile.worker.progress import Progress, Summary
-    from spile.worker.streaming import ActivationStream
-    from spile.worker.tapping import Activations, Model, TapOptions
 
 Data = Any
 """A path or a name as for ``--dataset``, or the rows themselves: a sequence of strings, dicts, chats or lists of token
@@ -132,7 +132,7 @@ def load(model: str = "embedded", **options: Unpack[LoadOptions]) -> Model:
         model: A model on the Hugging Face hub, a folder, a folder in a bucket, or ``embedded``.
         options: Which revision or adapter, and how it is computed.
     """
-    from spile.worker.tapping import load_tapped
+    from spile.live.tapping import load_tapped
 
     return load_tapped(make_spec({"model": model, **_plain_values(options)}, source="spile.load()"))
 
@@ -166,7 +166,7 @@ def tap(
         options: Which tokens are returned, and how rows become prompts.
 
     Returns:
-        One :class:`~spile.worker.tapping.TappedSample` per row, in the order of the data.
+        One :class:`~spile.live.tapping.TappedSample` per row, in the order of the data.
 
     """
     if isinstance(model, str):
@@ -219,7 +219,7 @@ def extract(
         spile.errors.UserError: An argument is wrong; nothing was changed.
 
     """
-    from spile.worker.extract import run_stream
+    from spile.run.worker import run_stream
 
     spec = _run_spec("extract", model, data, output, taps, options)
     with _progress_display(progress, stop) as (counters, ended):
@@ -251,7 +251,7 @@ def stream(
         options: The flags of ``spile extract``, with underscores.
 
     """
-    from spile.worker.streaming import ActivationStream
+    from spile.live.training_rows import ActivationStream
 
     spec = _run_spec("stream", model, data, store, taps, options)
     return ActivationStream(spec, store=store is not None, workers=workers)
@@ -281,7 +281,7 @@ def infer(
         hosts: As for :func:`extract`.
         options: The flags of ``spile infer``, with underscores.
     """
-    from spile.worker.extract import run_stream
+    from spile.run.worker import run_stream
 
     event = stop if isinstance(stop, threading.Event) else None
     words: dict[str, Any] = {} if stop is None or event is not None else {"stop": stop}
@@ -381,13 +381,13 @@ def verify(
 def verify_with_model(root: str, *, recompute: int, **options: Any) -> Report:
     """Verify a dataset with the tokenizer of its run and, if samples are recomputed, with its model.
 
-    The options are those of :func:`spile.store.verification.verify`.
+    The options are those of :func:`spile.proof.verification.verify`.
     """
-    from spile.store.verification import verify as check
+    from spile.proof.verification import verify as check
 
     again = None
     if recompute:
-        from spile.worker.recompute import recomputer
+        from spile.proof.rerun import recomputer
 
         again = recomputer(root)
     decode, unchecked = answer_decoder(root)

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from killing import Switch, _paths
 
+from spile.compute.batches import Sizes
+from spile.compute.producer import Control, Decision
+from spile.compute.progress import Progress
 from spile.errors import SpileError
 from spile.objects import Folder, open_folder
+from spile.run.backfill import add_to_stream
 from spile.spec.taps import Tap
 from spile.store.run import read_run
-from spile.store.stream import StreamWriter
-from spile.store.streams import Stream, join_addition, open_streams
-from spile.worker.backfill import add_to_stream
-from spile.worker.batches import Sizes
-from spile.worker.producer import Control, Decision
-from spile.worker.progress import Progress
+from spile.store.stored_stream import Stream, join_addition, open_streams
+from spile.store.writer import StreamWriter
 from world import NumpyProducer, stream_identity
 
 __all__ = ["ADDED", "add", "left", "start"]

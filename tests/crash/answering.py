@@ -16,17 +16,17 @@ from killing import Switch, _paths
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from spile.compute.answers import Answer, AnswerProducer
+from spile.compute.batches import Sizes
+from spile.compute.producer import Control
+from spile.compute.progress import Progress
 from spile.data.tokens import Tokenizer
 from spile.objects import open_folder
+from spile.run.pipeline import Sink, run_pipeline
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream
-from spile.worker.batches import Sizes
-from spile.worker.infer import Answer, AnswerProducer
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control
-from spile.worker.progress import Progress
+from spile.store.writer import StreamWriter, join_stream
 from world import TAPS, items, rows_of, run_identity, stream_identity
 
 __all__ = ["answer", "expected", "start", "stored"]

@@ -11,11 +11,11 @@ from killing import KILLED, Switch
 from whole import assert_rows
 
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.sample import Sample
 from spile.store.layout import stream_folder
 from spile.store.predictions import read_answers
-from spile.store.streams import open_streams
-from spile.store.verification import verify
+from spile.store.stored_stream import open_streams
 from world import TAPS, items, rows_of
 
 COUNT = 60

@@ -18,8 +18,8 @@ import spile
 from spile.data.lines import embedded_tasks
 from spile.errors import Fenced
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.sample import Sample
-from spile.store.verification import verify
 from world import TAPS, items, produce, rows_of
 
 COUNT = 24

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.run import RunSpec
 from spile.store.cleanup import stream_version
 from spile.store.ledger import read_commits
-from spile.store.stream import read_stream
-from spile.store.verification import verify
+from spile.store.writer import read_stream
 from unit.cli.refusals import SMALL, lines, spile
 
 KILLS = (1, 3, 4)
 _KILLED = """
 import os, pathlib, signal, sys
 if "worker" in sys.orig_argv:
-    from spile.store.stream import StreamWriter
+    from spile.store.writer import StreamWriter
     real = StreamWriter.commit
     def commit(self, *args, **options):
         made = real(self, *args, **options)

@@ -17,7 +17,7 @@ from holding import HeldCommits
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import open_folder
-from spile.store.verification import verify
+from spile.proof.verification import verify
 
 COUNT = 12
 SMALL = ["--layers", "0", "--max-seq-length", "64"]

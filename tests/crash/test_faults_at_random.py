@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from killing import assert_whole
+from tests.fakes.server import random_faults
 
 from backends import Clouds
 from spile.errors import Damaged, StoreError
 from spile.objects import open_folder
 from spile.objects.retry import Retry
-from spile_fakes.server import random_faults
 from world import produce
 
 SAMPLES = 24

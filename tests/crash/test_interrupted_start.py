@@ -74,9 +74,9 @@ def interrupted(folder: Path, kind: str, moment: str, *words: str) -> tuple[int,
     [
         ("import", "cyclopts"),
         ("broken", "jax.numpy"),
-        *slow("import", "spile.cli.extract", "spile.worker.extract", "jax._src.core"),
-        *slow("collected", "spile.cli.extract", "spile.worker.extract"),
-        *slow("broken", "rich.console", "spile.worker.extract"),
+        *slow("import", "spile.cli.extract", "spile.run.worker", "jax._src.core"),
+        *slow("collected", "spile.cli.extract", "spile.run.worker"),
+        *slow("broken", "rich.console", "spile.run.worker"),
         *slow("swallowed", "jax._src.dtypes"),
     ],
 )

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpileError
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample, Skip
@@ -27,8 +28,7 @@ from spile.store.cleanup import clear_stream
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, commit_numbers
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream, read_stream
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity, write_shard
 

@@ -13,7 +13,7 @@ from killing import Switch
 from worker_main import Life, assert_whole, start, visit
 
 from spile.objects import Folder, open_folder
-from spile.store.verification import verify
+from spile.proof.verification import verify
 from world import produce
 
 FENCED = 3

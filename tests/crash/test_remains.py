@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from spile.objects import open_folder
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from spile.store.cleanup import remove_unfinished
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import produce, run_identity, sample_of, stream_identity
 
 _CHILD = """
@@ -18,7 +18,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 from world import run_identity, sample_of, stream_identity
 from spile.objects import open_folder
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 store = join_stream(open_folder({root!r}), 0, stream_identity(45), run_identity())
 builder = store.begin([sample_of(100)])
 print("begun", flush=True)
@@ -47,4 +47,4 @@ def test_a_killed_workers_unfinished_shards_go_and_a_live_ones_stay(tmp_path: Pa
 
 
 def test_a_run_commits_every_minute_by_default() -> None:
-    assert ExtractSpec().commit_every == 60
+    assert RunSpec().commit_every == 60

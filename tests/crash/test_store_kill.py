@@ -12,8 +12,8 @@ import pytest
 from killing import KILLED, Switch, assert_whole, start
 
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
-from spile.store.verification import verify
 from world import produce
 
 

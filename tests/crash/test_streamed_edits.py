@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from crash.test_no_false_proof import LINES, STEPS, World
 from spile.data import lines as lines_module
-from spile.data import stream as stream_module
+from spile.data import samples as stream_module
 from spile.data.lines import Line, hash_lines
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import SpileError
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream, read_stream
 from tiny_tokenizers import CHATML, save_tokenizer
 from world import TAPS, rows_of, run_identity
 

@@ -24,7 +24,7 @@ import pytest
 import spile
 from holding import HeldCommits
 from spile.data.lines import embedded_tasks
-from spile.store.verification import verify
+from spile.proof.verification import verify
 from unit.cli.refusals import spile as spile_command
 
 TASKS = 14

@@ -7,12 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.fakes.server import random_faults
 from worker_main import Life, assert_whole, committed, start, until, visit
 
 from backends import Clouds
 from spile.objects import open_folder
 from spile.objects.retry import Retry
-from spile_fakes.server import random_faults
 
 COUNT = 150
 LIFE = Life(shard_bytes=12_000)

@@ -11,7 +11,7 @@ from killing import Switch
 from worker_main import KILLED, Life, assert_whole, committed, start, visit
 
 from spile.objects import open_folder
-from spile.store.verification import verify
+from spile.proof.verification import verify
 
 COUNT = 150
 

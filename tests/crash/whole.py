@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from spile.objects.folder import Folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.store.verification import verify
 
 
 def assert_rows(

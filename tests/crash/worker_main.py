@@ -20,18 +20,18 @@ from typing import Any
 from killing import Stepped, Switch, _paths
 from whole import assert_rows
 
+from spile.compute.batches import Batch, Sizes
+from spile.compute.producer import Control, RowBlock
+from spile.compute.progress import Progress, StatusFiles
 from spile.errors import SpileError
 from spile.objects import Folder, is_remote, open_folder
+from spile.run.pipeline import Sink, run_pipeline
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from spile.spec.sample import Sample
 from spile.store.ledger import read_ledger
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.worker.batches import Batch, Sizes
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control, RowBlock
-from spile.worker.progress import Progress, StatusFiles
+from spile.store.writer import StreamWriter, join_stream, read_stream
 from world import TAPS, NumpyProducer, items, rows_of, run_identity, stream_identity
 
 __all__ = ["KILLED", "Life", "assert_whole", "committed", "start", "until", "visit"]
@@ -94,7 +94,7 @@ def visit(
     run, progress, stop = run_identity(store_dtype="float32"), progress or Progress(), stop or Event()
     join_run(root, run)
     stream = join_stream(root, 0, stream_identity(count), run)
-    spec = ExtractSpec(output=url, commit_every=life.commit_every)
+    spec = RunSpec(output=url, commit_every=life.commit_every)
     sizes = Sizes(life.batch_tokens, life.batch_size, 64, life.shard_bytes, life.writers)
     with StatusFiles(spec, stream, progress, writes=True, expected=count) as status:
         finished = run_pipeline(

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 from docs.old_guides import BARC, QWEN, OldLine
 from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.spec.taps import Tap
 from spile.store.run import read_run
-from spile.store.stream import read_stream
-from spile.store.verification import verify
-from spile_fakes.gcs import FakeGcs
+from spile.store.writer import read_stream
 from unit.models.toy_hub import COMMIT, fake_hub
 from unit.models.toy_models import small_model
 
@@ -151,7 +151,7 @@ def _with_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine a single host, independent of its variables."""
-    from spile.worker.pod.identity import Identity
+    from spile.run.pod.identity import Identity
 
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
 

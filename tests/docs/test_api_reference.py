@@ -26,5 +26,5 @@ def test_it_is_up_to_date(script: ModuleType) -> None:
 
 def test_every_public_name_says_what_it_is(script: ModuleType) -> None:
     page = script.reference()
-    for heading in ("## extract", "## open", "## verify", "## Dataset", "## ExtractSpec", "## errors", "### shuffled"):
+    for heading in ("## extract", "## open", "## verify", "## Dataset", "## RunSpec", "## errors", "### shuffled"):
         assert f"\n{heading}\n" in page

@@ -29,9 +29,9 @@ NOT_RUN = {
     r"spile (view (?!.*--export)|extract --web)": "it serves a page: tests/unit/view/test_web.py, test_web_browser.py",
     r"spile (verify|inspect) \S+ --engine ": "many processes: tests/unit/store/test_parts.py",
     r"spile extract (--engine|--num-workers) ": "many processes: tests/crash/test_engine_local.py, test_ray_engine.py",
-    r"spile .*(Qwen2.5-7B|mamba)": "a model that is not here: tests/numerics, tests/unit/worker/test_torch_models.py",
+    r"spile .*(Qwen2.5-7B|mamba)": "a model that is not here: tests/numerics, tests/unit/compute/test_torch_models.py",
     r"spile (infer$|infer .*--predictions|score .*--reference)": "minutes of answers: tests/unit/cli/test_infer.py",
-    r"spile bench ": "a minute of measuring: tests/unit/worker/test_bench.py",
+    r"spile bench ": "a minute of measuring: tests/unit/planning/test_bench.py",
     r"spile import old/tpu_0 ": "pickles of the old scripts: tests/unit/reading",
     r"spile push ": "the Hugging Face hub: tests/unit/reading/test_push.py",
 }

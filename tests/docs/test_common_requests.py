@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.fakes.gcs import FakeGcs
 
 import spile
 from docs.pages import BLOCK, ROOT, links
 from spile.cli.main import main
-from spile_fakes.gcs import FakeGcs
 from unit.models.toy_models import small_model
 
 PAGE = ROOT / "docs" / "guides" / "common-requests.md"

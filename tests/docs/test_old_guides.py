@@ -17,7 +17,7 @@ from spile.cli.aliases import SCRIPTS, translate
 from spile.cli.main import main
 from spile.cli.program import COMMANDS, build_app
 from spile.errors import SpecError
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 
 NAMES = [f"{old.guide} {old.line[:70]}" for old in LINES]
 
@@ -25,7 +25,7 @@ NAMES = [f"{old.guide} {old.line[:70]}" for old in LINES]
 @pytest.fixture(autouse=True)
 def _streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory as the guides have it, on one machine."""
-    from spile.worker.pod.identity import Identity
+    from spile.run.pod.identity import Identity
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "streams").mkdir(parents=True)
@@ -40,13 +40,13 @@ def reached(old: OldLine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         path = next(command.function for command in COMMANDS if command.name == old.command)
         assert f"{function.__module__}:{function.__name__}" == f"spile.cli.{path}"
         return {name: _value(bound.arguments, name) for name in old.means}
-    asked: list[ExtractSpec] = []
+    asked: list[RunSpec] = []
 
-    def stop(spec: ExtractSpec, **_: object) -> None:
+    def stop(spec: RunSpec, **_: object) -> None:
         asked.append(spec)
         raise SpecError("stopped here")
 
-    monkeypatch.setattr("spile.worker.extract.run_stream", stop)
+    monkeypatch.setattr("spile.run.worker.run_stream", stop)
     with pytest.raises(SystemExit):
         main(shlex.split(old.line))
     (spec,) = asked

@@ -28,8 +28,8 @@ from spile.data.manifest import StreamsManifest
 from spile.fleet.agent import worker_command
 from spile.fleet.spec import FleetSpec
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.store.run import read_run
-from spile.store.verification import verify
 
 FINEWEB = BUCKETS[0]
 

@@ -15,7 +15,7 @@ HEAVY = ("jax", "jaxlib", "transformers", "torch", "numpy", "obstore", "datasets
 
 def test_the_public_names_are_these() -> None:
     """A change here is a change for every user: say so in CHANGELOG.md."""
-    specs = ["BackfillSpec", "DataSpec", "ExtractSpec", "GenerationSpec", "PromptSpec", "RunSpec"]
+    specs = ["BackfillSpec", "DataSpec", "GenerationSpec", "PromptSpec", "RunSpec"]
     results = ["Activations", "Dataset", "JointDataset", "Model", "Report", "Role", "RowBatch", "Summary"]
     results += ["ActivationStream", "ShuffledReaders"]
     runs = ["add_taps", "extract", "infer", "load", "plan", "stream", "tap"]
@@ -31,7 +31,7 @@ def test_the_public_names_are_these() -> None:
     "statement",
     [
         "import spile",
-        "import spile; spile.ExtractSpec, spile.DataSpec, spile.PromptSpec",
+        "import spile; spile.RunSpec, spile.DataSpec, spile.PromptSpec",
         "import spile; spile.tap, spile.extract, spile.verify, spile.Role",
         "import spile.cli.main",
         "from spile.cli.main import main; main(['--help'])",

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from spile_fakes.cloud import CloudTimes
-from spile_fakes.cloud_server import FakeCloud
-from spile_fakes.gcs import FakeGcs
+from tests.fakes.cloud import CloudTimes
+from tests.fakes.cloud_server import FakeCloud
+from tests.fakes.gcs import FakeGcs
 
 __all__ = ["A", "B", "World", "a_home"]
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud import CloudTimes
+from tests.fakes.cloud_server import FakeCloud
+from tests.fakes.cloud_vms import processes_marked
+from tests.fakes.gcs import FakeGcs
 
 from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
-from spile_fakes.cloud import CloudTimes
-from spile_fakes.cloud_server import FakeCloud
-from spile_fakes.cloud_vms import processes_marked
-from spile_fakes.gcs import FakeGcs
 
 
 @pytest.fixture(autouse=True)

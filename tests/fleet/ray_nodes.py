@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fleet.ssh.loopback import below, end, wait_until
-from spile.launch import child
+from spile.engines import child
 
 WHY_NOT = "Ray is not installed (pip install 'spile[ray]')"
 RAY = importlib.util.find_spec("ray") is not None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fleet.ssh.loopback import below, end, wait_until
 from ports import free_port
-from spile.launch import child
+from spile.engines import child
 
 _DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare")
 NODES = ("n1", "n2", "n3")

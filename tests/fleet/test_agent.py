@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud_server import FakeCloud
 
 from spile.cli.main import main
+from spile.engines.supervisor import RestartPolicy
 from spile.errors import SpecError, StoreError, UserError
 from spile.fleet.agent import NEW_DEPLOYMENT, Agent, worker_command
 from spile.fleet.cloud_tpu import CloudTpu
@@ -23,8 +25,6 @@ from spile.fleet.logs import WorkerLog, read_log
 from spile.fleet.manage import wait_for_operation
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
-from spile.launch.supervisor import RestartPolicy
-from spile_fakes.cloud_server import FakeCloud
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-1"
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud_server import FakeCloud
 
 from fleet.cloud_world import A
 from fleet.prompt import Prompt
@@ -26,7 +27,6 @@ from spile.fleet.home import (
 from spile.fleet.monitor import FleetMonitor, FleetStatus
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, Policy, plan_workers
-from spile_fakes.cloud_server import FakeCloud
 
 NAME = f"tpu-{A}-0"
 

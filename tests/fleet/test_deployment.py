@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.cloud import ApiError
 
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
-from spile_fakes.cloud import ApiError
 
 TASK = ("--model", "embedded", "--dataset", "embedded")
 DEPLOY = ("deploy", *TASK, "--gcs-bucket", "b", "--fleet", "t", "--interval", "0.5", "--create-tpus", "--monitor")

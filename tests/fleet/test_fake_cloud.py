@@ -10,6 +10,7 @@ import pytest
 import requests
 from google.api_core import exceptions as google_errors
 from google.auth.credentials import AnonymousCredentials
+from tests.fakes.cloud_server import FakeCloud
 
 from clouds import GCLOUD, gcloud, gcloud_json
 from spile.errors import CloudError, UserError
@@ -28,7 +29,6 @@ from spile.fleet.provider import (
     Stockout,
     Unavailable,
 )
-from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 PARENT = f"projects/fake-project/locations/{ZONE}"

@@ -1,4 +1,4 @@
-"""``python -m spile_fakes.cloud_server`` as a person uses it: two terminals."""
+"""``python -m tests.fakes.cloud_server`` as a person uses it: two terminals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from spile_fakes.cloud_vms import processes_marked
+from tests.fakes.cloud_vms import processes_marked
 
 SPILE = [sys.executable, "-m", "spile.cli.main"]
-FAKE = [sys.executable, "-m", "spile_fakes.cloud_server"]
+FAKE = [sys.executable, "-m", "tests.fakes.cloud_server"]
 
 
 def test_it_serves_until_ctrl_c_and_takes_its_machines_along(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.fakes.cloud import Cloud, CloudTimes
+from tests.fakes.cloud_server import Api, FakeCloud
 
 from fleet_simulation import DirectSession
 from spile.cli.fleet import watch_fleet
@@ -30,8 +32,6 @@ from spile.store.heartbeat import Beat
 from spile.store.layout import PROGRESS, STREAM, stream_folder
 from spile.store.ledger import FORMAT, seal
 from spile.view.fleet import plain_lines, render, watch
-from spile_fakes.cloud import Cloud, CloudTimes
-from spile_fakes.cloud_server import Api, FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes import cloud_vms as vms
 
 from fleet.cloud_world import A, World
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
@@ -23,7 +24,6 @@ from spile.fleet.spec import FleetSpec, plan_workers
 from spile.spec.phase import Phase
 from spile.store.claims import ClaimOwner
 from spile.store.snapshot import Snapshot, State, StreamView
-from spile_fakes import cloud_vms as vms
 
 _SUBREAPER = 36
 PATIENCE = 12.0
@@ -144,7 +144,7 @@ HANGS = """
 import os, pathlib, sys, time
 here = pathlib.Path({folder!r})
 if "worker" in sys.orig_argv and not (here / "hung").exists():
-    from spile.worker.device import DeviceProducer
+    from spile.compute.device import DeviceProducer
     fetch, batches = DeviceProducer.fetch, []
     def hang(self, pending):
         batches.append(1)

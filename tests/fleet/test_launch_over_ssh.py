@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.fakes.cloud_server import FakeCloud
 
 from fleet.ssh.loopback import SSHD, WHY_NOT, Hosts, keygen
 from spile.fleet.cloud_tpu import CloudTpu
@@ -20,7 +21,6 @@ from spile.fleet.manage import create
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
 from spile.hosts.hosts import Access
-from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 pytestmark = [

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 import spile
 from fleet.ray_nodes import NOTICE_CUT_LINKS, RAY, WHY_NOT, RayNodes, can_make_namespaces
@@ -17,9 +18,8 @@ from fleet.ssh.loopback import wait_until
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.store.layout import find_streams
-from spile.store.verification import verify
-from spile_fakes.gcs import FakeGcs
 
 pytestmark = pytest.mark.skipif(not RAY, reason=WHY_NOT)
 BUCKET = "gs://runs"

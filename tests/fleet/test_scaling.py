@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud import ApiError
 
 from fleet.cloud_world import A, B, World
 from fleet.ssh.loopback import wait_until
-from spile_fakes.cloud import ApiError
 
 C = "us-east1-d"
 RUN = (
@@ -29,7 +29,7 @@ DEPLOY = (*RUN, "--num-streams", "24")
 @pytest.mark.timeout(600)
 def test_the_demo_proves_its_dataset() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "spile_fakes.demo"], capture_output=True, text=True, check=False, timeout=550
+        [sys.executable, "-m", "tests.fakes.demo"], capture_output=True, text=True, check=False, timeout=550
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✓ proven: 48 samples in 8 streams, each exactly once" in done.stdout

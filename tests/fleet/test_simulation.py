@@ -6,6 +6,8 @@ import os
 from collections import Counter
 
 import pytest
+from tests.fakes.cloud import Cloud, CloudTimes
+from tests.fakes.cloud_server import Api
 
 from fleet_simulation import DirectSession, Simulation
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu
@@ -13,8 +15,6 @@ from spile.fleet.monitor import run_round
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, History, WorkerHealth, plan_workers
 from spile.spec.phase import Phase
-from spile_fakes.cloud import Cloud, CloudTimes
-from spile_fakes.cloud_server import Api
 
 ORDERS = (
     "redeployed", "is refused", "another fleet", "the budget of", "stopped by", "the hub is out", "scaled",

@@ -15,8 +15,8 @@ from ports import coordinator_port
 from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.store.claims import ClaimReader
-from spile.store.verification import verify
 
 pytestmark = pytest.mark.skipif(bool(why_no_slurm()), reason=why_no_slurm() or "-")
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud import CloudTimes
+from tests.fakes.cloud_server import FakeCloud
 
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import publish
@@ -21,8 +23,6 @@ from spile.fleet.home import FleetHome, machine_metadata, machine_requirements, 
 from spile.fleet.install import build_wheel
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import FleetSpec, plan_workers
-from spile_fakes.cloud import CloudTimes
-from spile_fakes.cloud_server import FakeCloud
 
 ZONE, NAME = "us-central1-a", "tpu-us-central1-a-0"
 UV = """#!/bin/bash
@@ -202,7 +202,7 @@ def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, v
 
 
 def test_the_assignment_comes_from_the_metadata_server_and_the_wheel_from_gcs(tmp_path: Path, fake: FakeCloud) -> None:
-    from spile_fakes.gcs import FakeGcs
+    from tests.fakes.gcs import FakeGcs
 
     with FakeGcs() as gcs, pytest.MonkeyPatch.context() as patch:
         gcs.add_bucket("b")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.fakes.cloud_server import FakeCloud
 
 from fleet.cloud_world import a_home
 from spile.cli.main import main
@@ -19,7 +20,6 @@ from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.manage import wait_for_queued
 from spile.fleet.provider import NodeRequest
-from spile_fakes.cloud_server import FakeCloud
 
 A, B = "us-central1-a", "us-central1-b"
 

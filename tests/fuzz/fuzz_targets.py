@@ -32,7 +32,7 @@ from spile.data.chat import ChatTemplate
 from spile.data.convert import convert
 from spile.data.manifest import StreamsManifest
 from spile.data.rows import parse_messages, parse_row, parse_task, parse_text
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu, read_node, read_operation, read_queued, read_settings
@@ -54,9 +54,13 @@ from spile.objects.crc import crc32c
 from spile.objects.local import LocalFolder
 from spile.objects.machine import machine_region
 from spile.objects.retry import RequestFailure, from_obstore, from_status
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.reading.importing import read_pickle
 from spile.reading.shuffle import _checksum
+from spile.run.pod.identity import Identity
+from spile.run.pod.rollcall import Callers, Peer
+from spile.run.resolve import add_stop_tokens
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, GenerationSpec, RunSpec
 from spile.spec.safetensors import encode_header
@@ -71,12 +75,8 @@ from spile.store.run import claim_answers, join_run, read_run
 from spile.store.shard import parse_shard_header
 from spile.store.snapshot import SnapshotReader
 from spile.store.statistics import TapStatistics
-from spile.store.stream import read_stream
-from spile.store.streams import finished_quarantines
-from spile.store.verification import verify
-from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import Callers, Peer
-from spile.worker.resolve import add_stop_tokens
+from spile.store.stored_stream import finished_quarantines
+from spile.store.writer import read_stream
 from world import produce, run_identity
 
 OURS = (SpileError, RequestFailure)

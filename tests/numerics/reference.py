@@ -38,7 +38,7 @@ def transformers_taps(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from spile.worker.torch_backend import Hooks
+    from spile.compute.torch_backend import Hooks
 
     dtype = torch.float64 if wide else torch.float32
     model, loading = AutoModelForCausalLM.from_pretrained(

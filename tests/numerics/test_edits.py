@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.fakes.random_weights import random
 
 from numerics import cases
 from spile.models import model_files, weights
@@ -19,7 +20,6 @@ from spile.models.architecture import ModelConfig
 from spile.models.decoder import Steering, forward
 from spile.models.params import Params, layer_runs, stack_layers
 from spile.spec.taps import Tap, tap_rows, with_gradients
-from spile_fakes.random_weights import random
 
 LENGTHS = (17, 9, 21)
 """Samples of the packed batch row."""
@@ -77,7 +77,7 @@ def in_torch(kind: str, value: Any, rows: Any) -> Any:
 
 def with_edits(model: Any, steering: Steering) -> None:
     """Hook a model of transformers."""
-    from spile.worker.torch_backend import find_hook_point, find_layers
+    from spile.compute.torch_backend import find_hook_point, find_layers
 
     for tap, kind, value in zip(steering.taps, steering.kinds, steering.values, strict=True):
         point = find_hook_point(model, find_layers(model), tap)
@@ -216,7 +216,7 @@ def test_patterns_and_heads_equal_transformers(case: str, tmp_path: Path) -> Non
 
 def _keep_inputs_of_output_projections(model: Any, inputs: dict[int, Any]) -> None:
     """Keep z and the output projection ``[d_model, heads, head_dim]`` of each layer, from transformers alone."""
-    from spile.worker.torch_backend import find_hook_point, find_layers
+    from spile.compute.torch_backend import find_hook_point, find_layers
 
     for layer in range(3):
         module = find_hook_point(model, find_layers(model), Tap("z", layer)).module
@@ -294,7 +294,7 @@ def _transformers_gradients(
     """Return the gradient of each sample's loss at each tap, from a model of transformers in this dtype."""
     import torch
 
-    from spile.worker.torch_backend import find_hook_point, find_layers
+    from spile.compute.torch_backend import find_hook_point, find_layers
 
     model = transformers_model(folder).to(dtype)
     kept: dict[Tap, Any] = {}

@@ -18,6 +18,10 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from numerics import cases
 from spile.cli.main import main
+from spile.compute.answers import Answer
+from spile.compute.generator import GenerationPrograms, Generator, SlotPlan
+from spile.compute.mesh import make_mesh
+from spile.compute.progress import Progress
 from spile.data.tokens import load_tokenizer
 from spile.errors import ModelError
 from spile.models import model_files, weights
@@ -25,10 +29,6 @@ from spile.models.decoder import forward
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
-from spile.worker.generator import GenerationPrograms, Generator, SlotPlan
-from spile.worker.infer import Answer
-from spile.worker.mesh import make_mesh
-from spile.worker.progress import Progress
 
 TOLERANCE = 1e-4
 LENGTHS = (3, 17, 9, 30, 1, 12, 24)

@@ -45,7 +45,7 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    from spile.worker.torch_backend import load_model
+    from spile.compute.torch_backend import load_model
 
     model = cases.write_model("qwen2-tied", tmp_path / "model")
     about = peft.LoraConfig(r=RANK, lora_alpha=5, target_modules=["q_proj", "lm_head"], init_lora_weights=False)

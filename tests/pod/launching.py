@@ -19,8 +19,8 @@ __all__ = ["Ended", "Launch", "clean_environment", "launch", "started"]
 
 PREAMBLE = """
 import os, sys, time, signal
-from spile.worker.pod.identity import Identity
-from spile.worker.pod.pod import PodTimes, join
+from spile.run.pod.identity import Identity
+from spile.run.pod.pod import PodTimes, join
 me, count, port = (int(word) for word in sys.argv[1:4])
 identity = Identity(me, count, "127.0.0.1", port, source="test", name=f"host-{me}")
 """

@@ -17,10 +17,10 @@ import pytest
 from holding import HeldCommits
 from pod.launching import Ended, Launch, clean_environment, launch, started
 from ports import free_port
+from spile.proof.verification import verify
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
-from spile.store.verification import verify
+from spile.spec.run import DataSpec, PromptSpec, RunSpec
 
 LENGTH = 64
 SAMPLES = 25
@@ -31,13 +31,13 @@ WHOLE = 48 * VARIANTS
 
 MANY = """
 import json
-from spile.worker.extract import run_stream
-from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
+from spile.run.worker import run_stream
+from spile.spec.run import DataSpec, RunSpec, PromptSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
     for name, mesh, count in json.loads({cases!r}):
         data = DataSpec(max_seq_length={length}, max_samples=count, prompt=PromptSpec(predictions_per_task={variants}))
-        spec = ExtractSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
+        spec = RunSpec(data=data, output={root!r} + "/" + name, store_dtype="float32", layers=(1, 3), batch_size=1,
                            mesh_shape=tuple(mesh), shard_size_gb=5e-5)
         summary = run_stream(spec, hosts=hosts)
         assert summary.complete, name
@@ -53,12 +53,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def alone(root: Path, variants: int) -> Dataset:
-    from spile.worker.extract import run_stream
+    from spile.run.worker import run_stream
 
     data = DataSpec(max_seq_length=LENGTH, prompt=PromptSpec(predictions_per_task=variants))
-    spec = ExtractSpec(
-        data=data, output=str(root), store_dtype="float32", layers=(1, 3), batch_size=1, mesh_shape=(1, 1)
-    )
+    spec = RunSpec(data=data, output=str(root), store_dtype="float32", layers=(1, 3), batch_size=1, mesh_shape=(1, 1))
     run_stream(spec)
     return open_dataset(str(root))
 
@@ -242,16 +240,16 @@ def test_a_signal_on_one_host_stops_all_at_the_same_batch(tmp_path: Path, refere
     """The other host has no signal; both commit what they have, say so by exit code 130, and the run goes on alone."""
     body = """
 import threading
-from spile.worker.extract import run_stream
-from spile.worker.progress import Progress
-from spile.spec.run import DataSpec, ExtractSpec, PromptSpec
+from spile.run.worker import run_stream
+from spile.compute.progress import Progress
+from spile.spec.run import DataSpec, RunSpec, PromptSpec
 stop, progress = threading.Event(), Progress()
 if me == 1:  # as a signal's handler does, once the second batch has come home
     whole = progress.add
     progress.add = lambda **counts: (whole(**counts), progress.snapshot().samples >= 8 and stop.set())
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, prompt=PromptSpec(predictions_per_task={variants}))
-    spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
+    spec = RunSpec(data=data, output={root!r}, store_dtype="float32", layers=(1, 3), batch_size=1)
     summary = run_stream(spec, stop=stop, progress=progress, hosts=pod)
     with open({root!r} + f"/../ended-{{me}}", "w") as file:
         file.write(f"{{summary.exit_code}} {{summary.samples}}")
@@ -273,17 +271,17 @@ with join(identity, times=PodTimes(120, 120, 60)) as pod:
 def test_a_zombie_slice_is_fenced_as_a_whole(tmp_path: Path) -> None:
     body = """
 from spile.objects import open_folder
-from spile.worker import extract as module
-from spile.spec.run import DataSpec, ExtractSpec
+from spile.run import worker as module
+from spile.spec.run import DataSpec, RunSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     data = DataSpec(max_seq_length=64, max_samples=16)
-    spec = ExtractSpec(data=data, output={root!r}, store_dtype="float32", layers=(1,), batch_size=1, mesh_shape=(2, 1))
+    spec = RunSpec(data=data, output={root!r}, store_dtype="float32", layers=(1,), batch_size=1, mesh_shape=(2, 1))
     real = module._agree_on_stream
     def agreed(run, stream, hosts):
         found = real(run, stream, hosts)
         if me == 0:  # another worker takes the stream between our plan and our first commit
             from spile.spec.sample import Skip
-            from spile.store.stream import join_stream
+            from spile.store.writer import join_stream
             other = join_stream(run.root, 0, run.stream_identity, run.identity)
             other.commit([], [Skip(0, "x", "taken by another")])
         return found

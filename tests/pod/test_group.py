@@ -81,7 +81,7 @@ def test_an_error_on_one_is_everyones_line_and_code(tmp_path: Path, hosts: int) 
 
 
 def test_what_jax_hides_is_where_we_look_for_it() -> None:
-    """Fails when a new JAX moves what :mod:`spile.worker.pod.coordination` uses."""
+    """Fails when a new JAX moves what :mod:`spile.run.pod.coordination` uses."""
     from jax._src import distributed, xla_bridge
     from jax._src.clusters import ClusterEnv
     from jax._src.lib import _jax

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from spile.errors import SpecError
-from spile.worker.pod.identity import find_identity
+from spile.run.pod.identity import find_identity
 
 FOUR = "10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5"
 

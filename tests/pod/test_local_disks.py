@@ -13,8 +13,8 @@ from ports import free_port
 from spile.errors import Damaged
 from spile.hosts.files import assemble
 from spile.objects import open_folder
-from spile.store.stream import StreamRecord, read_stream, stream_bytes
-from spile.store.verification import verify
+from spile.proof.verification import verify
+from spile.store.writer import StreamRecord, read_stream, stream_bytes
 
 pytestmark = pytest.mark.slow
 WORDS = (

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from spile.compute.mesh import RULES, MeshPlan, default_shape, make_mesh
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig, Tensor, layer_tensors, model_tensors
 from spile.planning.machines import parse_machine
-from spile.worker.mesh import RULES, MeshPlan, default_shape, make_mesh
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
 QWEN_7 = ModelConfig("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True)

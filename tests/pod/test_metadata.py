@@ -12,7 +12,7 @@ import pytest
 
 from ports import free_port
 from spile.errors import PodError
-from spile.worker.pod.identity import MetadataTimeouts, NoMetadata, find_identity, gce_metadata
+from spile.run.pod.identity import MetadataTimeouts, NoMetadata, find_identity, gce_metadata
 
 FOUR = "10.0.0.2,10.0.0.3,10.0.0.4,10.0.0.5"
 SLICE = {"agent-worker-number": "1", "worker-network-endpoints": FOUR}

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pod.launching import launch
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
-from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
-from spile.store.verification import verify
-from spile.worker.extract import run_stream
+from spile.run.worker import run_stream
+from spile.spec.run import DataSpec, GenerationSpec, RunSpec
 from unit.models.toy_models import small_model
 
 COUNT = 7
@@ -20,13 +20,13 @@ COUNT = 7
 
 BODY = """
 import json
-from spile.worker.extract import run_stream
-from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
+from spile.run.worker import run_stream
+from spile.spec.run import DataSpec, RunSpec, GenerationSpec
 with join(identity, times=PodTimes(120, 120, 60)) as pod:
     hosts = pod
     for name, mesh, drawing in json.loads({cases!r}):
         data = DataSpec(dataset={tasks!r}, max_seq_length=64, long="skip")
-        spec = ExtractSpec(model={model!r}, data=data, output={root!r} + "/" + name, store_dtype="float32",
+        spec = RunSpec(model={model!r}, data=data, output={root!r} + "/" + name, store_dtype="float32",
                            layers=(0, 1), batch_size=1, mesh_shape=tuple(mesh), shard_size_gb=1e-5,
                            generation=GenerationSpec(9, **drawing))
         assert run_stream(spec, hosts=hosts).complete, name
@@ -65,7 +65,7 @@ def test_processes_give_the_answers_of_one(
     for name, _, drawing in cases:
         alone = tmp_path / f"{name}-alone"
         data = DataSpec(dataset=str(tasks), max_seq_length=64, long="skip")
-        spec = ExtractSpec(model=model, data=data, output=str(alone), store_dtype="float32", layers=(0, 1),
+        spec = RunSpec(model=model, data=data, output=str(alone), store_dtype="float32", layers=(0, 1),
                            batch_size=3, mesh_shape=(1, 1), generation=GenerationSpec(9, **drawing))  # fmt: skip
         assert run_stream(spec).complete
         assert answer_tokens(tmp_path / name) == answer_tokens(alone)

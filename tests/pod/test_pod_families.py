@@ -43,12 +43,12 @@ from numerics import cases
 from numerics.test_generation import PLAN, prompts
 from spile.models import model_files, weights
 from spile.models.decoder import head_needed
-from spile.worker.batches import Sizes, batches
-from spile.worker.device import DeviceProducer
+from spile.compute.batches import Sizes, batches
+from spile.compute.device import DeviceProducer
 from spile.data.tokens import load_tokenizer
-from spile.worker.progress import Progress
-from spile.worker.generator import GenerationPrograms, Generator
-from spile.worker.mesh import MeshPlan, make_mesh
+from spile.compute.progress import Progress
+from spile.compute.generator import GenerationPrograms, Generator
+from spile.compute.mesh import MeshPlan, make_mesh
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap

@@ -11,9 +11,9 @@ import pytest
 SCRIPT = """
 import numpy as np
 from spile.models import model_files, weights
-from spile.worker.batches import Sizes, batches
-from spile.worker.device import DeviceProducer
-from spile.worker.mesh import MeshPlan, make_mesh
+from spile.compute.batches import Sizes, batches
+from spile.compute.device import DeviceProducer
+from spile.compute.mesh import MeshPlan, make_mesh
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap
 from spile.models.weights import load

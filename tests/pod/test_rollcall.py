@@ -12,8 +12,8 @@ import pytest
 
 from ports import free_port
 from spile.errors import PodError
-from spile.worker.pod.identity import Identity
-from spile.worker.pod.rollcall import Peer, RollCall, answer_roll_call, hold_roll_call
+from spile.run.pod.identity import Identity
+from spile.run.pod.rollcall import Peer, RollCall, answer_roll_call, hold_roll_call
 
 
 class Workers:

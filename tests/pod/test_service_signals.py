@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from spile.worker.pod.coordination import Service
+from spile.run.pod.coordination import Service
 
 
 def test_the_service_ignores_signals_and_ends_with_its_parents_word() -> None:

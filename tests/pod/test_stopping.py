@@ -18,7 +18,7 @@ from ports import free_port
 PREAMBLE = """
 import ctypes, pathlib, sys, threading
 from spile.cli.main import main
-from spile.worker import device
+from spile.compute import device
 here = pathlib.Path({folder!r})
 number = sys.argv[1]
 
@@ -98,7 +98,7 @@ def test_while_a_pod_waits_at_a_barrier(tmp_path: Path, asked: int) -> None:
                 '--coordinator-address', '127.0.0.1:{free_port()}', '--process-id', number,
                 '--num-processes', '2', '--barrier-timeout', '100'])"""
     body = f"""
-from spile.worker.pod.pod import Pod
+from spile.run.pod.pod import Pod
 if number == "1":
     device.load = hang
 before = Pod.report
@@ -141,8 +141,8 @@ def test_in_the_roll_call(tmp_path: Path, present: int) -> None:
 
 SECOND_HANGS = """
 import json, time
-from spile.worker import batches
-from spile.worker import sizes as sizing
+from spile.compute import batches
+from spile.compute import sizes as sizing
 sizing._ROWS = {"cpu": (512, False)}
 batches._CHUNK_TOKENS, batches._FIRST_CHUNK = 2000, 1  # the long ones come in a later chunk
 texts = ["1 2 " * 20] * 120 + ["1 2 " * 350] * 6

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-_TARGETS = ("spile.worker.device", "spile.worker.progress")
+_TARGETS = ("spile.compute.device", "spile.compute.progress")
 
 
 def _end(how):
@@ -24,7 +24,7 @@ def _end(how):
     elif how == "hang":
         threading.Event().wait()
     elif how == "memory":
-        from spile.worker.producer import OutOfDeviceMemory
+        from spile.compute.producer import OutOfDeviceMemory
 
         raise OutOfDeviceMemory("the device's memory ran out")
     time.sleep(60)
@@ -32,7 +32,7 @@ def _end(how):
 
 def _poison(module):
     name, _, how = os.environ["POISON"].rpartition(":")
-    if module.__name__ == "spile.worker.progress":
+    if module.__name__ == "spile.compute.progress":
         module._HANG_TICK, module._HANG_LEAST, module._HANG_FIRST = 0.2, 3.0, 10.0
         return
     start = module.DeviceProducer.start

@@ -13,8 +13,8 @@ import pytest
 
 import spile
 from spile.api import InferOptions, LoadOptions, RunOptions
+from spile.live.tapping import TapOptions
 from spile.spec.run import spec_fields
-from spile.worker.tapping import TapOptions
 
 TEXTS = ["The cat sat on the mat", "Dogs bark", "A third and rather longer sentence follows here"]
 ROWS = [{"id": f"r{n}", "text": text, "label": n % 2, "score": n / 2} for n, text in enumerate(TEXTS)]
@@ -185,7 +185,7 @@ def test_tap_returns_what_extract_stores(root: str) -> None:
 
 
 def test_the_model_stays_loaded_and_other_layers_need_no_new_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spile.worker import tapping
+    from spile.live import tapping
 
     spile.tap("embedded", TEXTS, taps="residual.1")
     loads: list[object] = []

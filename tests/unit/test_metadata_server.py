@@ -12,7 +12,7 @@ import pytest
 import spile
 from spile.fleet.home import own_pin
 from spile.objects.machine import machine_region
-from spile.worker.pod.identity import MetadataTimeouts, gce_metadata
+from spile.run.pod.identity import MetadataTimeouts, gce_metadata
 
 NAME = "metadata.google.internal"
 

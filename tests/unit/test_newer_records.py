@@ -15,12 +15,12 @@ from spile.fleet.home import Lease, WorkerReport
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.phase import Phase
 from spile.store.ledger import seal, unseal
 from spile.store.run import join_run, read_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 from world import produce, run_identity, stream_identity
 
 SAMPLES = 12

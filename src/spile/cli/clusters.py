@@ -10,11 +10,11 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import ExtractFlags
+from spile.engines.kubernetes import KubernetesOptions, to_yaml
+from spile.engines.registry import ClusterJob, ClusterOptions
+from spile.engines.slurm import SlurmOptions, to_script
+from spile.engines.supervisor import stream_tasks
 from spile.errors import SpecError
-from spile.launch.engines import ClusterJob, ClusterOptions
-from spile.launch.kubernetes import KubernetesOptions, to_yaml
-from spile.launch.slurm import SlurmOptions, to_script
-from spile.launch.supervisor import stream_tasks
 from spile.objects import is_remote
 from spile.spec.run import no_model
 

@@ -14,11 +14,11 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from spile.cli.flags import HostFlags, log
+from spile.engines.docker import ContainerOptions, build_command, check_hosts, host_script, run_command, stop_script
 from spile.errors import Failure, SpecError, UserError
 from spile.hosts.files import copy_to, files_to_copy
 from spile.hosts.hosts import Host
 from spile.hosts.run import Job, jobs_for, launch
-from spile.launch.docker import ContainerOptions, build_command, check_hosts, host_script, run_command, stop_script
 from spile.view.hosts import results_folder, run_on_all
 
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]

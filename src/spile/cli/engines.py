@@ -20,8 +20,8 @@ from spile.spec.run import EMBEDDED, no_model
 if TYPE_CHECKING:
     from spile.cli.flags import RunFlags
     from spile.data.manifest import StreamsManifest
-    from spile.launch.engines import EngineOptions, WorkerOptions
-    from spile.launch.supervisor import ClusterCheck, Engine, StreamTask, WorkerEnd
+    from spile.engines.registry import EngineOptions, WorkerOptions
+    from spile.engines.supervisor import ClusterCheck, Engine, StreamTask, WorkerEnd
     from spile.spec.run import DataSpec, RunSpec
     from spile.store.parts import DatasetPart, RunParts
 
@@ -35,8 +35,8 @@ _ROWS_PER_STREAM = 16
 
 def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
     """Run every stream and return the exit code of the run."""
-    from spile.launch.engines import make_engine
-    from spile.launch.supervisor import Supervisor, cluster_check
+    from spile.engines.registry import make_engine
+    from spile.engines.supervisor import Supervisor, cluster_check
     from spile.store.layout import find_streams
     from spile.store.run import refuse_other_spec, write_spec
     from spile.store.snapshot import SnapshotReader
@@ -74,7 +74,7 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
 @contextmanager
 def part_workers(command: str, root: str, flags: WorkerOptions) -> Iterator[RunParts | None]:
     """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine; None if the flags ask for none."""
-    from spile.launch.engines import make_engine
+    from spile.engines.registry import make_engine
     from spile.store.parts import divide
 
     if not flags.requested:
@@ -91,14 +91,14 @@ def part_workers(command: str, root: str, flags: WorkerOptions) -> Iterator[RunP
 
 def _reading_check(place: str) -> ClusterCheck:
     """Return the check that a machine sees the dataset. Nothing is written: the dataset may be read-only."""
-    from spile.launch.supervisor import ClusterCheck
+    from spile.engines.supervisor import ClusterCheck
 
     inputs = [f"{place.rstrip('/')}/{info.key}" for info in islice(open_folder(place).list(), 1)]
     return ClusterCheck(inputs=tuple(inputs))
 
 
 def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPart]) -> list[Mapping[str, Any]]:
-    from spile.launch.supervisor import StreamTask, Supervisor
+    from spile.engines.supervisor import StreamTask, Supervisor
     from spile.view.table import SafeConsole
 
     results: list[Mapping[str, Any]] = []
@@ -120,7 +120,7 @@ def _run_parts(runner: Engine, words: tuple[str, ...], parts: Sequence[DatasetPa
 
 
 def _tasks(data: DataSpec, url: str, clear: Mapping[int, str]) -> list[StreamTask]:
-    from spile.launch.supervisor import StreamTask, stream_tasks
+    from spile.engines.supervisor import StreamTask, stream_tasks
 
     def words(stream: int) -> tuple[str, ...]:
         first = ("--clear", clear[stream]) if stream in clear else ()
@@ -195,8 +195,8 @@ def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, num_streams: i
 
 def _with_rows_in_turn(spec: RunSpec, count: int) -> RunSpec | None:
     """Return the spec with streams that read the rows of a large dataset in turn; None if it is not large."""
+    from spile.data.samples import is_large
     from spile.data.sources import open_input
-    from spile.data.stream import is_large
 
     file = open_input(spec.data)
     try:

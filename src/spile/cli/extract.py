@@ -14,8 +14,8 @@ from cyclopts import Group, Parameter
 
 from spile.cli.aliases import with_guide_defaults, with_worker_number
 from spile.cli.flags import ENGINE, MANY, ExtractFlags, InferFlags, PodFlags, RunFlags, given_flags, log
+from spile.engines.registry import EngineOptions
 from spile.errors import Interrupted, SpecError
-from spile.launch.engines import EngineOptions
 from spile.objects import is_remote, open_folder
 from spile.spec.options import check_number
 from spile.spec.phase import Phase
@@ -23,9 +23,9 @@ from spile.spec.run import BackfillSpec, RunSpec, no_model, parse_mesh_shape
 from spile.spec.taps import parse_taps
 
 if TYPE_CHECKING:
-    from spile.worker.pod.identity import Identity
-    from spile.worker.pod.pod import WorkerGroup
-    from spile.worker.progress import Summary
+    from spile.compute.progress import Summary
+    from spile.run.pod.identity import Identity
+    from spile.run.pod.pod import WorkerGroup
 
 
 @Parameter(name="*", group=Group("Add to a finished dataset", sort_key=7))
@@ -144,8 +144,8 @@ def worker(
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
-    from spile.worker.claiming import work_on_claims
-    from spile.worker.signals import exit_handler, handle_signals
+    from spile.run.claiming import work_on_claims
+    from spile.run.signals import exit_handler, handle_signals
 
     check_number("--claim-seconds", seconds, 1, 86400)
     identity = pod.identity()
@@ -202,8 +202,8 @@ def _check_local_run(spec: RunSpec) -> None:
     from spile.store.cleanup import stream_has_commits
     from spile.store.layout import existing_folder
     from spile.store.run import read_run
-    from spile.store.stream import read_stream
-    from spile.store.streams import copy_command
+    from spile.store.stored_stream import copy_command
+    from spile.store.writer import read_stream
 
     local = spec.local_copy or ("./activations" if spec.generation is None else "./inference")
     if not is_remote(spec.output) or not Path(local).is_dir():
@@ -246,10 +246,10 @@ def run_stream(
         clear: The version of the stream that is removed first, or None.
 
     """
+    from spile.run import worker
+    from spile.run.pod.pod import log_devices
+    from spile.run.signals import exit_soon
     from spile.view.worker import worker_display
-    from spile.worker import extract as worker
-    from spile.worker.pod.pod import log_devices
-    from spile.worker.signals import exit_soon
 
     joined = pod.join(identity) if hosts is None else nullcontext(hosts)
     with joined as hosts, worker_display(verbose) as watch:
@@ -289,7 +289,7 @@ def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
     """Warn that a local copy started after the first commit and is therefore incomplete."""
     if spec.local_copy is None:
         return
-    from spile.store.streams import missing_from_copy
+    from spile.store.stored_stream import missing_from_copy
 
     if found := missing_from_copy(open_folder(spec.local_copy), home, spec.data.worker_id):
         log(found)
@@ -297,9 +297,9 @@ def _warn_of_incomplete_copy(spec: RunSpec, home: str) -> None:
 
 def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbose: bool) -> int:
     """Add taps to a finished dataset with a progress display, and return the exit code."""
+    from spile.run.backfill import add_taps as run
+    from spile.run.signals import exit_soon
     from spile.view.worker import worker_display
-    from spile.worker.backfill import add_taps as run
-    from spile.worker.signals import exit_soon
 
     spec = backfill.spec(flags)
     hosts = pod.identity().count
@@ -318,7 +318,7 @@ def check(*, flags: PodFlags = PodFlags()) -> int:
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
     """
-    from spile.worker.pod.pod import check_pod
+    from spile.run.pod.pod import check_pod
 
     with flags.join() as hosts:
         check_pod(hosts, log)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from spile.fleet.spec import FleetSpec, Policy
     from spile.hosts.hosts import Access, Host
     from spile.objects.folder import Folder
-    from spile.worker.pod.identity import Identity
-    from spile.worker.pod.pod import WorkerGroup
+    from spile.run.pod.identity import Identity
+    from spile.run.pod.pod import WorkerGroup
 
 AsJson = Annotated[bool, Parameter(name="--json")]
 Yes = Annotated[bool, Parameter(name=["--yes", "-y"])]
@@ -274,8 +274,8 @@ class PodFlags:
 
     def identity(self) -> Identity:
         from spile.planning.machines import parse_machine
-        from spile.worker.pod.coordination import detect_cluster
-        from spile.worker.pod.identity import find_identity, gce_metadata
+        from spile.run.pod.coordination import detect_cluster
+        from spile.run.pod.identity import find_identity, gce_metadata
 
         return find_identity(
             os.environ,
@@ -290,8 +290,8 @@ class PodFlags:
     @contextlib.contextmanager
     def join(self, identity: Identity | None = None) -> Iterator[WorkerGroup]:
         """Join the pod, if there is one, for the duration of the ``with`` block."""
-        from spile.worker.pod.pod import PodTimes, join
-        from spile.worker.signals import before_exit, handle_signals
+        from spile.run.pod.pod import PodTimes, join
+        from spile.run.signals import before_exit, handle_signals
 
         times = PodTimes.of(self.barrier_timeout, self.heartbeat_timeout)
         with (

@@ -36,17 +36,17 @@ from spile.fleet.monitor import FleetMonitor, FleetStatus, worker_problems
 from spile.fleet.provider import Node, NodeState, QueuedResource, Stage
 from spile.fleet.spec import FLEET_LABEL, WORKER_LABEL, FleetSpec, Worker, owns, plan_workers
 from spile.objects import bucket_url, open_folder
+from spile.run.signals import handle_signals
 from spile.spec.amounts import counted
 from spile.spec.options import check_number
 from spile.store.layout import RUN
 from spile.store.run import read_run
 from spile.store.snapshot import Snapshot, SnapshotReader
-from spile.store.streams import finished_quarantines
+from spile.store.stored_stream import finished_quarantines
 from spile.view import fleet as fleet_view
-from spile.view import streams as streams_view
+from spile.view import stream_table as streams_view
 from spile.view.metrics import serve_metrics
 from spile.view.table import output
-from spile.worker.signals import handle_signals
 
 
 def watch_fleet(

@@ -13,8 +13,8 @@ from rich.table import Table
 from spile.cli.engines import part_workers
 from spile.cli.flags import ENGINE, AsJson, log, print_json
 from spile.data.arc.answers import Score
+from spile.engines.registry import WorkerOptions
 from spile.errors import Failure, SpecError, UserError, untrusted
-from spile.launch.engines import WorkerOptions
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.inspection import (
@@ -29,7 +29,7 @@ from spile.reading.scoring import score_run
 from spile.spec.amounts import counted, size
 from spile.store.parts import DatasetPart, RunParts
 from spile.store.statistics import TapStatistics
-from spile.store.streams import read_ledgers
+from spile.store.stored_stream import read_ledgers
 from spile.view.table import PipeSafeConsole, output
 from spile.view.web.export import inspection_page, score_page, write_page
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from spile.errors import Interrupted
-from spile.worker.signals import INTERRUPTED, exit_handler, handle_signals, interruptible
+from spile.run.signals import INTERRUPTED, exit_handler, handle_signals, interruptible
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -31,9 +31,9 @@ from rich.text import Text
 
 from spile.cli.aliases import translate
 from spile.errors import SpecError, SpileError, UserError
+from spile.run.signals import interruptible
 from spile.version import __version__
 from spile.view.table import PipeSafeConsole
-from spile.worker.signals import interruptible
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel

@@ -18,15 +18,15 @@ from rich.text import Text
 from spile.api import answer_decoder, verify_with_model
 from spile.cli.engines import part_workers
 from spile.cli.flags import ENGINE, AsJson, print_json, stream_numbers
+from spile.engines.registry import WorkerOptions
 from spile.errors import SpecError
-from spile.launch.engines import WorkerOptions
 from spile.objects import open_folder
+from spile.proof.report import Kind, Report, StreamReport
+from spile.proof.verification import verify_part
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import check_number
 from spile.spec.sample import BAD_ROW
 from spile.store.parts import DatasetPart
-from spile.store.report import Kind, Report, StreamReport
-from spile.store.verification import verify_part
 from spile.view.table import FittingTable, output, progress_bar
 
 _MOST_LINES = 50

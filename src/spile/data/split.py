@@ -25,8 +25,8 @@ from spile.data.manifest import (
     sha256_of,
     upload,
 )
+from spile.data.samples import lines_needed
 from spile.data.sources import RowRange, default_keep
-from spile.data.stream import lines_needed
 from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
 from spile.objects import is_remote, open_folder

@@ -33,13 +33,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from spile.engines.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.errors import CloudError, SpecError, SpileError, UserError, untrusted
 from spile.fleet.cloud_tpu import CloudTpu, open_session, read_settings
 from spile.fleet.home import FleetHome, WorkerReport, own_pin
 from spile.fleet.logs import WorkerLog
 from spile.fleet.manage import delete_machine
 from spile.fleet.spec import FleetSpec, Verdict, Worker, owns
-from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.spec.phase import Phase
 from spile.store.heartbeat import REFERENCE, secret_values
 from spile.store.quarantine import Supervision

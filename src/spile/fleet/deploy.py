@@ -39,14 +39,14 @@ from spile.objects.preflight import preflight
 from spile.objects.retry import RequestFailure
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
-from spile.spec.run import EMBEDDED, ExtractSpec, RunSpec
+from spile.spec.run import EMBEDDED, RunSpec
 from spile.store.layout import find_streams
 from spile.store.snapshot import SnapshotReader
-from spile.store.stream import read_stream
+from spile.store.writer import read_stream
 from spile.version import __version__
 
 
-def check_model(spec: ExtractSpec) -> None:
+def check_model(spec: RunSpec) -> None:
     """Check that machines can read the model and that it has the requested layers. No weights are downloaded."""
     if spec.model != EMBEDDED and not is_remote(spec.model) and Path(spec.model).expanduser().exists():
         raise ModelError(

@@ -19,7 +19,7 @@ from spile.hosts.hosts import Access, Host
 from spile.hosts.run import kill, raise_errors, ssh_error
 from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM, parse_key, stream_number
-from spile.store.stream import read_stream
+from spile.store.writer import read_stream
 
 RESULTS = "spile-run-"
 """The prefix of the names of result folders, which are never copied to hosts."""

@@ -26,25 +26,26 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from spile.data.stream import open_stream
+from spile.compute.batches import Batch, batches
+from spile.compute.device import DeviceProducer
+from spile.compute.producer import Control, pack
+from spile.compute.progress import Progress, ProgressSnapshot, WallTime, peak_memory
+from spile.compute.resolved import ResolvedRun
+from spile.data.samples import open_stream
 from spile.models import model_files
 from spile.models.architecture import flops_per_token
 from spile.models.decoder import TapCollector, TokenInfo, layers_needed, residual_stream
 from spile.objects import open_folder
 from spile.objects.crc import ChunkedCrc
 from spile.reading.dataset import stored_tokens
+from spile.run.pipeline import Sink, run_pipeline
+from spile.run.resolve import prompt_tokenizer, resolve
+from spile.run.worker import make_device_producer, run_stream
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.worker.batches import Batch, batches
-from spile.worker.device import DeviceProducer
-from spile.worker.extract import make_device_producer, run_stream
-from spile.worker.pipeline import Sink, run_pipeline
-from spile.worker.producer import Control, pack
-from spile.worker.progress import Progress, ProgressSnapshot, WallTime, peak_memory
-from spile.worker.resolve import ResolvedRun, prompt_tokenizer, resolve
+from spile.store.writer import join_stream
 
 _MATRIX_SIZE = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 _LIMIT_BATCHES = 48
@@ -94,7 +95,7 @@ class BenchResult:
         return asdict(self)
 
 
-def bench(spec: ExtractSpec, *, tokens: int, compare: bool = True, limit_bytes: int = 1 << 30) -> BenchResult:
+def bench(spec: RunSpec, *, tokens: int, compare: bool = True, limit_bytes: int = 1 << 30) -> BenchResult:
     """Measure the whole command twice, the limits, and the steady rate once everything is compiled and tokenized.
 
     Args:
@@ -167,7 +168,7 @@ class TimedRun:
         return self.wall.start + self.wall.compile
 
 
-def _cold_and_warm(spec: ExtractSpec, tokens: int, folder: str) -> list[TimedRun]:
+def _cold_and_warm(spec: RunSpec, tokens: int, folder: str) -> list[TimedRun]:
     """Time a run over the first ``tokens`` tokens twice: without cached programs, and with those of the first."""
     data = replace(spec.data, max_samples=_count_samples(spec, tokens))
     runs = []
@@ -181,7 +182,7 @@ def _cold_and_warm(spec: ExtractSpec, tokens: int, folder: str) -> list[TimedRun
     return runs
 
 
-def _count_samples(spec: ExtractSpec, tokens: int) -> int:
+def _count_samples(spec: RunSpec, tokens: int) -> int:
     """Return how many samples hold that many tokens: at least one, and all if the dataset has fewer."""
     files = model_files.find(spec.model, spec.revision)
     data = stored_tokens(spec.data)
@@ -195,7 +196,7 @@ def _count_samples(spec: ExtractSpec, tokens: int) -> int:
     return max(1, count)
 
 
-def _run_command(spec: ExtractSpec, cache: str) -> ProgressSnapshot:
+def _run_command(spec: RunSpec, cache: str) -> ProgressSnapshot:
     """Run a stream in a new process, from its first import to its last commit."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     jax.config.update("jax_compilation_cache_dir", cache)

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from spile.compute.producer import check_answer_positions, with_positions
+from spile.compute.sizes import host_memory
+from spile.data.samples import MAX_INDEX, SampleStream, open_stream
 from spile.data.sources import estimate_rows
-from spile.data.stream import MAX_INDEX, SampleStream, open_stream
 from spile.data.tokens import Tokenizer
 from spile.models import model_files
 from spile.models.architecture import ModelConfig, flops_per_token, parameter_count
@@ -26,22 +28,20 @@ from spile.planning.cost import Estimate, Lengths, Rates, Volume, estimate
 from spile.planning.machines import Machine, Price, Prices, gpus_here, processors_here
 from spile.planning.tpu_compiler import Program
 from spile.reading.dataset import stored_tokens
+from spile.run.resolve import prompt_tokenizer
 from spile.spec.amounts import counted, duration, size
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from spile.spec.sample import Sample
 from spile.spec.taps import Tap, row_bytes, tap_rows
-from spile.worker.producer import check_answer_positions, with_positions
-from spile.worker.resolve import prompt_tokenizer
-from spile.worker.sizes import host_memory
 
 
 @dataclass(frozen=True, repr=False)
 class Forecast:
     """The sizes of a run, independent of a machine."""
 
-    spec: ExtractSpec
+    spec: RunSpec
     model: str
     config: ModelConfig
     taps: tuple[Tap, ...]
@@ -144,7 +144,7 @@ class Forecast:
         }
 
 
-def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
+def plan(spec: RunSpec, count: int = 1000) -> Forecast:
     """Forecast a run: tokenize ``count`` samples and count their tokens.
 
     They are evenly spread over a small dataset, and over the beginning of a large one, which is not read to its end.
@@ -168,7 +168,7 @@ def plan(spec: ExtractSpec, count: int = 1000) -> Forecast:
     return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, token_bytes)
 
 
-def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | None) -> Lengths:
+def _count(stream: SampleStream, spec: RunSpec, count: int, samples: int | None) -> Lengths:
     """Return the lengths of ``count`` of the first ``samples`` samples; None counts all."""
     most = spec.data.max_samples
     total = samples if most is None or samples is None else min(most, samples)
@@ -179,7 +179,7 @@ def _count(stream: SampleStream, spec: ExtractSpec, count: int, samples: int | N
     return Lengths([tokens for tokens, _ in found], samples, counted_rows=[rows for _, rows in found])
 
 
-def _estimate(spec: ExtractSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> Lengths:
+def _estimate(spec: RunSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> Lengths:
     """Return the lengths of samples at the beginning of a large dataset, and an estimate of the number of samples."""
     head, total = stream.identity.head or 0, estimate_rows(spec.data)
     total = head if total is None else max(head, total)

@@ -154,12 +154,12 @@ def compile_rows(program: Program, rows: int) -> Fit:
     """Compile the worker's own program for this many rows per device."""
     import jax.numpy as jnp
 
+    from spile.compute.batches import AHEAD
+    from spile.compute.device import DeviceProducer
+    from spile.compute.mesh import MeshPlan, default_shape, make_mesh
+    from spile.compute.producer import OutOfDeviceMemory
     from spile.models.decoder import head_needed, layers_needed
     from spile.models.params import choose_runs, param_shapes
-    from spile.worker.batches import AHEAD
-    from spile.worker.device import DeviceProducer
-    from spile.worker.mesh import MeshPlan, default_shape, make_mesh
-    from spile.worker.producer import OutOfDeviceMemory
 
     machine, config = parse_machine(program.machine), program.config
     devices = topology_devices(machine)

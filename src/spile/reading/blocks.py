@@ -25,7 +25,7 @@ from spile.store.shard_reader import SMALL_SHARD, ShardReader
 from spile.store.statistics import widened
 
 if TYPE_CHECKING:
-    from spile.store.streams import Stream
+    from spile.store.stored_stream import Stream
 
 _OPEN_BYTES = 320_000_000
 """Bytes that open shards may hold: token ids, roles and masks take six bytes per token, and a small shard is held

@@ -44,7 +44,7 @@ from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
 from spile.store.run import read_run
 from spile.store.shard_reader import ShardReader
-from spile.store.streams import Stream, open_streams, read_ledgers
+from spile.store.stored_stream import Stream, open_streams, read_ledgers
 
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer

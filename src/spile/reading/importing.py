@@ -32,7 +32,7 @@ from spile.spec.sample import Role, Sample, Skip
 from spile.spec.taps import SCALED, Tap
 from spile.store.run import join_run, read_run
 from spile.store.shard import LIMIT, as_stored
-from spile.store.stream import StreamWriter, join_stream
+from spile.store.writer import StreamWriter, join_stream
 
 UNKNOWN_TOKEN = -1
 """Stored in place of token ids, which the pickles do not contain."""

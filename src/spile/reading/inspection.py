@@ -20,7 +20,7 @@ from spile.store.ledger import ShardRecord
 from spile.store.parts import DatasetPart
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
-from spile.store.streams import Stream, read_ledgers
+from spile.store.stored_stream import Stream, read_ledgers
 
 if TYPE_CHECKING:
     from spile.reading.dataset import Dataset

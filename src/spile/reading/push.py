@@ -20,8 +20,8 @@ from spile.objects.hub import HubFolder, hub_errors
 from spile.reading.dataset import Dataset
 from spile.store.layout import COMMITS, DatasetFile, FileKind, commit_number, find_streams, parse_key, predictions_name
 from spile.store.run import differences, mismatch, read_run
-from spile.store.stream import read_stream
-from spile.store.streams import Stream
+from spile.store.stored_stream import Stream
+from spile.store.writer import read_stream
 
 _GROUP = 4 << 30  # Bytes of the files of one commit. A push that is interrupted repeats at most this much.
 _FILES = 100

@@ -28,7 +28,7 @@ from spile.store.shard_reader import ShardReader
 if TYPE_CHECKING:
     from spile.data.tokens import Tokenizer
     from spile.reading.dataset import Dataset
-    from spile.store.streams import Stream
+    from spile.store.stored_stream import Stream
 
 _PARALLEL = 16
 _SHARDS_AT_ONCE = 4

@@ -9,7 +9,7 @@ from spile.errors import DataError, UserError
 from spile.objects import open_folder
 from spile.store.predictions import read_answers
 from spile.store.run import read_run
-from spile.store.streams import open_streams
+from spile.store.stored_stream import open_streams
 
 
 def score_run(root: str, reference: str | None, dataset: str | None) -> Score:

@@ -504,10 +504,6 @@ class RunSpec:
         return "\n".join(lines) + "\n"
 
 
-ExtractSpec = RunSpec
-"""The documented name of :class:`RunSpec` in the public API."""
-
-
 class SpecField(NamedTuple):
     """One field of the run spec, with its place in the tree."""
 

@@ -16,7 +16,7 @@ from spile.spec.ranges import Ranges
 from spile.store.heartbeat import SILENT_AFTER, Beat, read_beat
 from spile.store.layout import PROGRESS, existing_folder, find_streams
 from spile.store.ledger import Commit, Ledger, parse_time, read_commits
-from spile.store.stream import StreamRecord, read_stream
+from spile.store.writer import StreamRecord, read_stream
 
 
 class State(enum.Enum):

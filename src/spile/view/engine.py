@@ -13,13 +13,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from spile.engines.supervisor import EngineOutcome, Supervisor
 from spile.errors import SpileError
-from spile.launch.supervisor import EngineOutcome, Supervisor
+from spile.run.signals import handle_signals
 from spile.spec.amounts import counted
 from spile.store.snapshot import Snapshot, SnapshotReader, StreamView
-from spile.view.streams import render
+from spile.view.stream_table import render
 from spile.view.table import PipeSafeConsole, how_to_resume, print_event, print_facts, progress_parts, totals_line
-from spile.worker.signals import handle_signals
 
 _LINE_EVERY = 10.0
 

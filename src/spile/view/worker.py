@@ -21,11 +21,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from spile.compute.progress import Progress, ProgressSnapshot, Summary
+from spile.run.signals import stop_on_signals
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.phase import Phase
 from spile.view.table import PipeSafeConsole, how_to_resume, print_event, print_facts
-from spile.worker.progress import Progress, ProgressSnapshot, Summary
-from spile.worker.signals import stop_on_signals
 
 _LINE_EVERY = 10.0  # seconds between plain lines if the output is not a terminal
 _NOTEBOOK_EVERY = 0.5  # seconds between updates of the bar in a notebook

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from spile_fakes.gcs import FakeGcs
+from tests.fakes.gcs import FakeGcs
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.cloud_server import FakeCloud
+
 from fleet.ssh.loopback import Hosts, done, finish, spile, wait_until
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.provider import NodeRequest
 from spile.objects import open_folder
 from spile.store.claims import ClaimBook
-from spile_fakes.cloud_server import FakeCloud
 
 ZONE = "us-central1-a"
 

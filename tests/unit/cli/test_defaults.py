@@ -10,7 +10,7 @@ import pytest
 import spile as api
 from spile.cli.aliases import GUIDE_MODEL, GUIDE_STREAMS, VARIABLES
 from spile.errors import SpecError
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from unit.cli.refusals import spile
 
 SET = {
@@ -30,25 +30,25 @@ SET = {
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ExtractSpec]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
     """The specs of the runs, which are not started."""
-    found: list[ExtractSpec] = []
+    found: list[RunSpec] = []
 
-    def stop(spec: ExtractSpec, **_: object) -> None:
+    def stop(spec: RunSpec, **_: object) -> None:
         found.append(spec)
         raise SpecError("stopped here")
 
-    from spile.worker.pod.identity import Identity
+    from spile.run.pod.identity import Identity
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spile.worker.extract.run_stream", stop)
+    monkeypatch.setattr("spile.run.worker.run_stream", stop)
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
     return found
 
 
 def on_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spile.worker.pod.identity import Identity
-    from spile.worker.pod.pod import WorkerGroup
+    from spile.run.pod.identity import Identity
+    from spile.run.pod.pod import WorkerGroup
 
     monkeypatch.setattr("spile.cli.flags.PodFlags.join", lambda *_: contextlib.nullcontext(WorkerGroup()))
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 16))
@@ -66,7 +66,7 @@ def test_every_variable_is_tried() -> None:
 @pytest.mark.parametrize("name", SET)
 @pytest.mark.parametrize("command", ["extract", "infer"])
 def test_a_variable_of_another_program_changes_nothing(
-    name: str, command: str, asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch
+    name: str, command: str, asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (command, "--dataset", "my.csv")
     spile(*words)
@@ -86,7 +86,7 @@ def test_a_variable_of_another_program_changes_nothing(
     ],
 )
 def test_an_old_spelling_is_renamed_and_selects_nothing(
-    old: str, new: str, asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch
+    old: str, new: str, asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spile("extract", *new.split())
     export(monkeypatch, SET)
@@ -96,9 +96,9 @@ def test_an_old_spelling_is_renamed_and_selects_nothing(
 
 
 def test_plan_ignores_the_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    planned: list[ExtractSpec] = []
+    planned: list[RunSpec] = []
 
-    def stop(spec: ExtractSpec, *_: object) -> None:
+    def stop(spec: RunSpec, *_: object) -> None:
         planned.append(spec)
         raise SpecError("stopped here")
 
@@ -116,7 +116,7 @@ NO_MODEL = "expected --model NAME. Use --model embedded to try spile out."
 @pytest.mark.parametrize("words", [("--output", "gs://b/x"), ("--output", "s3://b/x"), ("--gcs-bucket", "b")])
 @pytest.mark.parametrize("more", [(), ("--num-workers", "2"), ("--engine", "ray")], ids=str)
 def test_a_bucket_needs_a_named_model(
-    words: tuple[str, ...], more: tuple[str, ...], asked: list[ExtractSpec], capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], more: tuple[str, ...], asked: list[RunSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = words[1] if "://" in words[1] else "gs://b/activations"
     assert spile("extract", *words, *more) == 2
@@ -128,7 +128,7 @@ def test_a_bucket_needs_a_named_model(
 
 
 def test_a_pod_needs_a_named_model(
-    asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     on_a_pod(monkeypatch)
     for command in ("extract", "infer"):
@@ -146,7 +146,7 @@ def test_a_fleet_and_a_job_need_a_named_model(capsys: pytest.CaptureFixture[str]
         assert capsys.readouterr().err == f"spile: no model for a job: {NO_MODEL}\n"
 
 
-def test_python_needs_a_named_model_for_a_bucket(asked: list[ExtractSpec]) -> None:
+def test_python_needs_a_named_model_for_a_bucket(asked: list[RunSpec]) -> None:
     with pytest.raises(SpecError, match=r"^spile.extract\(\): no model for gs://b/x: expected model NAME"):
         api.extract(output="gs://b/x")
     for given in ({"output": "gs://b/x", "model": "embedded"}, {}):
@@ -163,7 +163,7 @@ SCRIPTS = ["./launch_worker.sh 5", "python extract_activations.py --worker_id 5"
 
 @pytest.mark.parametrize("line", SCRIPTS)
 def test_a_script_without_variables_has_the_guides_model_and_data(
-    line: str, asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("data/streams").mkdir(parents=True)
     if not line.endswith("5"):
@@ -172,7 +172,7 @@ def test_a_script_without_variables_has_the_guides_model_and_data(
     (spec,) = asked
     assert (spec.model, spec.data.location) == (GUIDE_MODEL, f"{GUIDE_STREAMS}/stream_005.jsonl")
     assert (spec.output, spec.stream_names, spec.data.worker_id) == ("./activations", "tpu", 5)
-    assert spec.data.max_seq_length == ExtractSpec().data.max_seq_length, "a script does not set the length"
+    assert spec.data.max_seq_length == RunSpec().data.max_seq_length, "a script does not set the length"
     first, *rest = capsys.readouterr().out.splitlines()
     script = line.split()[0].removeprefix("./") if "python" not in line else "extract_activations.py"
     assert first == f"{script} of the guides is spile extract with their defaults and variables: none set"
@@ -183,7 +183,7 @@ def test_a_script_without_variables_has_the_guides_model_and_data(
 
 
 def test_a_script_reads_the_guides_variables_and_names_them_first(
-    asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(monkeypatch, SET)
     spile("./launch_worker.sh", "--batch_size", "2")
@@ -197,13 +197,13 @@ def test_a_script_reads_the_guides_variables_and_names_them_first(
     assert "BATCH_SIZE" not in first, "a flag takes precedence"
 
 
-def test_a_script_without_a_model_fills_a_bucket_with_the_guides_model(asked: list[ExtractSpec]) -> None:
+def test_a_script_without_a_model_fills_a_bucket_with_the_guides_model(asked: list[RunSpec]) -> None:
     spile("./run_extraction_worker.sh", "--gcs_bucket", "b", "--dataset_stream", "gs://b/datasets/stream_000.jsonl")
     assert [(spec.model, spec.output) for spec in asked] == [(GUIDE_MODEL, "gs://b/activations")]
 
 
 def test_a_script_without_data_is_a_one_line_error(
-    asked: list[ExtractSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: list[RunSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert spile("./launch_worker.sh", "5") == 2
     error = capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_the_variable_is_the_stream_of_a_script(
     words: tuple[str, ...],
     variable: str,
     worker: int,
-    asked: list[ExtractSpec],
+    asked: list[RunSpec],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -247,9 +247,7 @@ def test_the_variable_is_the_stream_of_a_script(
     assert (ignored in capsys.readouterr().out) == (worker == 2 and variable == "5")
 
 
-def test_on_a_pod_the_variable_is_the_number_of_the_host(
-    asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_pod_the_variable_is_the_number_of_the_host(asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_pod(monkeypatch)
     monkeypatch.setenv("TPU_WORKER_ID", "5")
     spile("python3", "multihost_extract.py", "--dataset_path", "gs://bucket/data.jsonl", "--gcs_bucket", "my-bucket")
@@ -257,7 +255,7 @@ def test_on_a_pod_the_variable_is_the_number_of_the_host(
 
 
 def test_our_own_variables_and_files_take_precedence_over_a_scripts_defaults(
-    asked: list[ExtractSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    asked: list[RunSpec], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SPILE_MODEL", "new")
     monkeypatch.setenv("MODEL_PATH", "old")

@@ -9,11 +9,11 @@ import pytest
 
 from spile.cli.flags import ExtractFlags
 from spile.errors import SpecError
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 
 
 def test_no_flag_at_all_is_the_default_run() -> None:
-    assert ExtractFlags().spec() == ExtractSpec()
+    assert ExtractFlags().spec() == RunSpec()
 
 
 @pytest.mark.parametrize(
@@ -136,22 +136,22 @@ def test_the_rest_arrives() -> None:
 def test_the_variable_is_a_streams_alone_and_a_hosts_on_a_pod(
     host: str, words: list[str], worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import spile.worker.extract
+    import spile.run.worker
     from spile.cli.main import main
-    from spile.worker.pod.identity import Identity
-    from spile.worker.pod.pod import WorkerGroup
+    from spile.run.pod.identity import Identity
+    from spile.run.pod.pod import WorkerGroup
 
     class Pod(WorkerGroup):
         name = host
 
-    asked: list[ExtractSpec] = []
+    asked: list[RunSpec] = []
 
-    def extract(spec: ExtractSpec, **_: object) -> None:
+    def extract(spec: RunSpec, **_: object) -> None:
         asked.append(spec)
         raise SpecError("stopped here")
 
     monkeypatch.setenv("TPU_WORKER_ID", "5")
-    monkeypatch.setattr(spile.worker.extract, "run_stream", extract)
+    monkeypatch.setattr(spile.run.worker, "run_stream", extract)
     monkeypatch.setattr("spile.cli.flags.PodFlags.join", lambda *_: contextlib.nullcontext(Pod()))
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 16 if host else 1))
     with pytest.raises(SystemExit):

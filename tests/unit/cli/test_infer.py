@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import spile as package
+from spile.compute.generator import plan_slots
 from spile.spec.sample import Role
-from spile.worker.generator import plan_slots
 from unit.cli.refusals import lines, spile
 from unit.models.toy_models import copy_model
 
@@ -192,7 +192,7 @@ def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one commits and writes its view while this one has read the ledgers and not yet written."""
-    from spile.worker import infer as module
+    from spile.compute import answers as module
 
     streams, answers = tmp_path / "streams", tmp_path / "answers"
     assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0

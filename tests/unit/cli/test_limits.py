@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import spile as api
+from spile.compute.producer import TokenLimit
+from spile.proof.verification import verify
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample, Skip
-from spile.store.verification import verify
-from spile.worker.producer import TokenLimit
 from unit.cli.refusals import lines, spile
 from world import sample_of
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 from spile.objects import open_folder
-from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import SMALL, lines, spile
 
 

@@ -18,7 +18,7 @@ from spile.cli import main as program
 from spile.cli.flags import ExtractFlags
 from spile.cli.program import COMMANDS, SECTIONS
 from spile.errors import SpecError, UserError
-from spile.spec.run import ExtractSpec
+from spile.spec.run import RunSpec
 from spile.version import __version__
 
 
@@ -342,7 +342,7 @@ def test_bench_stays_away_from_the_activations_of_a_run(
 ) -> None:
     from spile.planning import bench
 
-    def run(spec: ExtractSpec, **_: object) -> None:
+    def run(spec: RunSpec, **_: object) -> None:
         raise SpecError(spec.output)
 
     monkeypatch.setattr(bench, "bench", run)

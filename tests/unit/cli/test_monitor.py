@@ -12,7 +12,7 @@ import pytest
 
 from spile.cli.main import main
 from spile.objects import open_folder
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import produce, run_identity, stream_identity
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spile.store.verification import verify
+from spile.proof.verification import verify
 from unit.cli.refusals import lines, spile
 
 WINDOWS = ("--pack", "--max-seq-length", "8", "--layers", "0")

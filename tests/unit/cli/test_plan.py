@@ -14,7 +14,7 @@ import spile
 import spile.models
 from spile.cli.main import main
 from spile.data import lines as lines_module
-from spile.data import stream
+from spile.data import samples as stream
 from spile.data.lines import LineSource
 from spile.errors import SpecError
 from spile.planning import forecast

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spile.data import lines as lines_module
-from spile.data import stream as stream_module
-from spile.store.verification import verify
+from spile.data import samples as stream_module
+from spile.proof.verification import verify
 from unit.cli.refusals import lines, spile
 
 ROWS = [{"text": "1 2 3 " * (1 + n % 5)} for n in range(60)]

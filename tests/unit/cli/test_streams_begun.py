@@ -10,8 +10,8 @@ import pytest
 
 from spile.cli.engines import _stream_count
 from spile.data.split import prepare_streams
-from spile.launch.local import LocalEngine
-from spile.launch.supervisor import StreamTask, WorkerEnd
+from spile.engines.local import LocalEngine
+from spile.engines.supervisor import StreamTask, WorkerEnd
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, RunSpec
 from unit.cli.refusals import SMALL, lines, spile
@@ -117,8 +117,8 @@ def test_workers_read_a_large_dataset_in_turn(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No row is written to a folder of streams; labels are those of one worker; an edit is found."""
-    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
-    monkeypatch.setattr("spile.data.stream.HEAD_ROWS", 200)
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
+    monkeypatch.setattr("spile.data.samples.HEAD_ROWS", 200)
     large_csv(tmp_path / "large.csv")
     out = tmp_path / "out"
     assert run_in_turn(tmp_path, out, "--max-samples", 4) == 0
@@ -147,7 +147,7 @@ def test_many_workers_continue_a_run_of_one_worker_as_one_stream(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second split of the data next to the first stream would store samples twice."""
-    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
     data = tmp_path / "texts.txt"
     data.write_text("".join(f"{n} {n + 1}\n" for n in range(6)))
     out = tmp_path / "out"
@@ -166,7 +166,7 @@ def test_many_workers_continue_a_run_of_one_worker_as_one_stream(
 def test_a_small_csv_file_keeps_its_labels_with_many_workers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spile.launch.local.LocalEngine", InProcess)
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
     large_csv(tmp_path / "large.csv", rows=9)
     out = tmp_path / "out"
     assert run_in_turn(tmp_path, out, "--num-streams", 2) == 0, capfd.readouterr()

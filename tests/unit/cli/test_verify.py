@@ -13,10 +13,10 @@ from rich.console import Console
 from spile.cli.main import main
 from spile.cli.verify import print_report
 from spile.objects import open_folder
+from spile.proof.report import Problem, Report, StreamReport
 from spile.spec.ranges import Ranges
-from spile.store.report import Problem, Report, StreamReport
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 from fleet.ssh.loopback import wait_until
 from spile.errors import RunMismatch
@@ -19,7 +20,6 @@ from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
 from spile.store.claims import ClaimBook
 from spile.store.run import join_run, read_spec, refuse_other_spec, write_spec
-from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import lines, spile
 from world import run_identity
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spile.data.convert import RowSelection, convert
+from spile.data.samples import open_stream
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, SpecError
 from spile.spec.ranges import Ranges

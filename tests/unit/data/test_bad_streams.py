@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from spile.data.manifest import MANIFEST
+from spile.data.samples import open_stream
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, ModelError, SpecError
 from spile.spec.ranges import Ranges

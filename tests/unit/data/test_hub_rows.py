@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes.hub import COMMIT, DatasetHub
 
-from spile.data import stream as stream_module
+from spile.data import samples as stream_module
+from spile.data.samples import open_stream
 from spile.data.sources import open_input
-from spile.data.stream import open_stream
 from spile.data.tables import Columns, Hub
 from spile.data.tokens import Tokenizer
 from spile.errors import RunMismatch, SpecError
@@ -22,7 +23,6 @@ from spile.spec.identity import StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec
 from spile.spec.sample import Sample
-from spile_fakes.hub import COMMIT, DatasetHub
 
 pytest.importorskip("datasets")
 pytest.importorskip("pyarrow")
@@ -120,7 +120,7 @@ def test_finished_parts_of_a_pinned_dataset_are_not_read_again(
 
 READ = """
 import json, sys
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.errors import DataError
 from spile.data.tokens import load_tokenizer
 from spile.models import model_files

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from spile.data.convert import CHALLENGES, RowSelection, convert
+from spile.data.samples import open_stream
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError
 from spile.spec.ranges import Ranges

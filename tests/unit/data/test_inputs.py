@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from spile.data.convert import RowSelection
+from spile.data.samples import open_stream
 from spile.data.sources import estimate_rows, open_input
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError, ModelError, SpecError
 from spile.spec.ranges import Ranges

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.data.prompts import pack
-from spile.data.stream import open_stream
+from spile.data.samples import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec

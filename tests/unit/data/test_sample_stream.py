@@ -17,8 +17,8 @@ import spile.models
 from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.prompts import revert
 from spile.data.manifest import MANIFEST
+from spile.data.samples import open_stream
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError
 from spile.spec.ranges import Ranges

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from spile.data import lines as lines_module
-from spile.data import stream as stream_module
+from spile.data import samples as stream_module
 from spile.data.lines import Line, LineSource, hash_lines
-from spile.data.stream import SampleReader, SampleStream, open_stream
+from spile.data.samples import SampleReader, SampleStream, open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError, SpecError
 from spile.spec.ranges import Ranges

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spile.data.manifest import MANIFEST, upload
+from spile.data.samples import open_stream
 from spile.data.split import make_streams
-from spile.data.stream import open_stream
 from spile.data.tokens import Tokenizer
 from spile.errors import DataError
 from spile.objects import open_folder

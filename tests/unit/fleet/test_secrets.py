@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.fakes.server import FakeReply, FaultyServer, Request
 
 import spile.fleet
 from spile.errors import CloudError, SpecError
 from spile.fleet.agent import resolve_secrets
 from spile.store.heartbeat import hide_values, secret_values
-from spile_fakes.server import FakeReply, FaultyServer, Request
 
 
 class _Manager(FaultyServer):

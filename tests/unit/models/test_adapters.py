@@ -16,8 +16,8 @@ from numerics import cases
 from spile.errors import ModelError
 from spile.models import model_files, weights
 from spile.models.adapters import find_adapter
-from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec
-from spile.worker.extract import run_stream
+from spile.run.worker import run_stream
+from spile.spec.run import DataSpec, GenerationSpec, RunSpec
 
 RANK = 3
 
@@ -152,9 +152,7 @@ def test_answers_come_from_the_merged_model(tmp_path: Path) -> None:
     def answer_tokens(output: Path, **which: Any) -> str:
         data = DataSpec(max_seq_length=512, max_samples=2)
         generation = GenerationSpec(max_new_tokens=8)
-        run_stream(
-            ExtractSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation)
-        )
+        run_stream(RunSpec(**which, data=data, output=str(output), layers=(0,), batch_size=2, generation=generation))
         return (output / "stream_0" / "predictions.jsonl").read_text()
 
     found = answer_tokens(tmp_path / "a", model=str(embedded), adapter=str(adapter))

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.fakes import random_weights
 
 from spile.models import params
 from spile.models.architecture import ModelConfig
 from spile.models.decoder import forward, layers_needed
 from spile.spec.taps import TAP_KINDS, Tap, select_taps
-from spile_fakes import random_weights
 
 CONFIG = ModelConfig("qwen2", 32, 4, 4, 2, 8, 32, 32, qkv_bias=True)
 DENSE = tuple(

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
+from tests.fakes import random_weights
 
 from spile.errors import ModelError
 from spile.models import model_files, params, safetensors_files, weights
 from spile.models.params import LayerRun
-from spile_fakes import random_weights
 from unit.models.toy_models import copy_model, edit_tensors, shard_model, tensors
 
 

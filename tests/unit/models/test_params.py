@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from tests.fakes import random_weights
 
 from spile.models.architecture import ModelConfig, parameter_count
-from spile_fakes import random_weights
 
 CONFIG = ModelConfig(
     "llama", 24, 3, 4, 2, 8, 40, 50, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, tied=True

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes import random_weights
 
 from spile.models import params
 from spile.models.architecture import Experts, ModelConfig, Rope
 from spile.models.decoder import forward, layers_needed
 from spile.models.params import LayerRun, choose_runs, layer_runs, one_run_per_layer, tap_groups
 from spile.spec.taps import Tap, select_taps
-from spile_fakes import random_weights
 
 PLAIN = ModelConfig("qwen2", 32, 8, 4, 2, 8, 32, 32, qkv_bias=True)
 LOCAL = Rope(theta=500.0)

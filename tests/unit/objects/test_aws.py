@@ -19,7 +19,7 @@ from spile.objects import clouds as aws
 from spile.objects import open_folder
 from spile.objects.clouds import aws_endpoint, aws_keys, aws_region
 from spile.objects.retry import RequestFailure
-from spile.store.verification import verify
+from spile.proof.verification import verify
 from world import produce
 
 Home = Callable[..., None]

@@ -28,7 +28,7 @@ from spile.errors import StoreError, UserError
 from spile.objects import Folder, bucket, open_folder
 from spile.objects.preflight import preflight
 from spile.objects.retry import Retry
-from spile.store.verification import verify
+from spile.proof.verification import verify
 from world import produce
 
 pytestmark = pytest.mark.parametrize("folder_url", ["az"], indirect=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.fakes.server import FakeReply, FaultyServer, Request
 
 from spile.errors import StoreError
 from spile.objects import clouds, open_folder
-from spile_fakes.server import FakeReply, FaultyServer, Request
 
 OBJECT = {"ETag": '"x"', "Last-Modified": "Mon, 16 Nov 2026 12:00:00 GMT"}
 HOME = {"x-amz-bucket-region": "eu-west-1"}

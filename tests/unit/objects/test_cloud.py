@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.fakes.gcs import FakeGcs
+from tests.fakes.server import FakeReply, Request, Throttle, make_tls_context
 
 from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
@@ -20,8 +22,6 @@ from spile.objects import Folder, Stats, bucket, open_folder
 from spile.objects.bucket import BucketFolder, Buffers
 from spile.objects.clouds import GoogleBucket, GoogleToken
 from spile.objects.retry import RequestFailure, Retry, from_status
-from spile_fakes.gcs import FakeGcs
-from spile_fakes.server import FakeReply, Request, Throttle, make_tls_context
 
 
 def test_backoff_grows_is_capped_and_ends() -> None:

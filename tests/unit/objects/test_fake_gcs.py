@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 from spile.objects import open_folder
-from spile_fakes.gcs import FakeGcs
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def _admin(url: str, path: str, value: object = None, method: str = "POST") -> b
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_as_a_process(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "spile_fakes.gcs", "--bucket", "b", "--location", "US-EAST1"]
+    command = [sys.executable, "-m", "tests.fakes.gcs", "--bucket", "b", "--location", "US-EAST1"]
     command += ["--tls", str(tmp_path)] if scheme == "https" else []
     process = subprocess.Popen([*command, "--with-parent"], stdout=subprocess.PIPE, text=True)
     try:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.fakes import gcs
+from tests.fakes.server import FakeReply, FaultKind, Request, random_faults
 
 from backends import BUCKET, Clouds
 from spile.errors import StoreError
 from spile.objects import Folder, bucket, open_folder
 from spile.objects.retry import Retry
-from spile_fakes import gcs
-from spile_fakes.server import FakeReply, FaultKind, Request, random_faults
 
 PASSING = [
     pytest.param("status", 429, marks=pytest.mark.slow),

@@ -11,12 +11,12 @@ from spile.objects import Folder, open_folder
 from spile.objects.folder import Unwritable
 from spile.objects.local import LocalFolder, LocalWriter
 from spile.objects.mirror import MirrorFolder
+from spile.proof.verification import verify
 from spile.spec.amounts import size
 from spile.store.cleanup import clear_stream
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream
-from spile.store.streams import missing_from_copy
-from spile.store.verification import verify
+from spile.store.stored_stream import missing_from_copy
+from spile.store.writer import StreamWriter, join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 

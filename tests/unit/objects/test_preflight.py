@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.fakes.server import FakeReply, FaultyServer, Request
 
 from backends import BUCKET, Clouds
 from spile.errors import StoreError, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.machine import Region, egress_price, machine_region
 from spile.objects.preflight import preflight
-from spile_fakes.server import FakeReply, FaultyServer, Request
 
 NOWHERE = {"NO_GCE_CHECK": "true", "AWS_EC2_METADATA_DISABLED": "true"}
 

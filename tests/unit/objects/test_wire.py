@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.server import FakeReply, Request
 
 from backends import Clouds
 from spile.errors import SpecError, StoreError, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.clouds import GoogleToken, aws_keys
 from spile.objects.retry import RequestFailure, from_status
-from spile_fakes.server import FakeReply, Request
 
 
 @pytest.mark.parametrize("prefix", ["../other", "a//c", "a/../b", "./a", "..", "a/."])

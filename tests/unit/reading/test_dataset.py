@@ -23,8 +23,8 @@ from spile.objects import Folder, ObjectInfo, open_folder
 from spile.reading.dataset import open as open_dataset
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.store.streams import Stream
+from spile.store.stored_stream import Stream
+from spile.store.writer import join_stream
 from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 
 WANTED = [item for item in items(45) if isinstance(item, Sample)]

@@ -17,17 +17,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 import spile
 from spile.errors import DataError, SpecError, UserError
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.reading.export import _UNFINISHED, Export, export_dataset, hook_name, new_folder
 from spile.reading.importing import import_pickles, read_pickle
 from spile.spec.sample import Role
-from spile.store.verification import verify
-from spile_fakes.gcs import FakeGcs
 from unit.cli.refusals import spile as command
 from world import produce
 

@@ -18,7 +18,7 @@ from spile.objects import open_folder
 from spile.reading.dataset import Dataset
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import TAPS, items, rows_of, run_identity, sample_of, stream_identity
 
 COUNT = 60

@@ -11,11 +11,11 @@ import pytest
 
 from spile.cli.main import main
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream
 from world import run_identity, sample_of, stream_identity, write_shard
 
 KEEP = ("label", "mixed", "source")

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from tests.fakes.hub import DatasetHub
 
 import spile
 from spile.cli.export import push
@@ -18,8 +19,7 @@ from spile.objects.hub import HubFolder
 from spile.reading import push as pushing
 from spile.reading.push import push_dataset
 from spile.store.cleanup import clear_stream
-from spile.store.stream import read_stream, stream_bytes
-from spile_fakes.hub import DatasetHub
+from spile.store.writer import read_stream, stream_bytes
 from world import produce
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content:DeprecationWarning")  # within the hub's client

@@ -28,7 +28,7 @@ from spile.reading.rows import SampleRef
 from spile.reading.shuffle import Position
 from spile.spec.sample import Role, Sample
 from spile.store.run import join_run
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spile.errors import SpecError
 from spile.spec.positions import check_positions, choose_positions
-from spile.spec.run import ExtractSpec, GenerationSpec
+from spile.spec.run import GenerationSpec, RunSpec
 from spile.spec.sample import Role
 
 
@@ -78,11 +78,11 @@ def test_what_names_no_positions_is_refused(text: str) -> None:
     ):
         check_positions(text)
     with pytest.raises(SpecError, match="--positions"):
-        ExtractSpec(positions=text)
+        RunSpec(positions=text)
 
 
 @pytest.mark.parametrize(("positions", "capture"), [("answer", "prompt"), ("answer", "none"), ("last", "none")])
 def test_positions_of_rows_that_are_not_there_are_refused(positions: str, capture: str) -> None:
     wanted = f"--positions {positions}: expected --capture both or answer, found --capture {capture}"
     with pytest.raises(SpecError, match=wanted):
-        ExtractSpec(positions=positions, generation=GenerationSpec(capture=capture))  # type: ignore[arg-type]
+        RunSpec(positions=positions, generation=GenerationSpec(capture=capture))  # type: ignore[arg-type]

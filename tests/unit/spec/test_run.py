@@ -4,18 +4,18 @@ import pytest
 
 from spile.errors import SpecError, SpileError
 from spile.spec.identity import RunIdentity, StreamIdentity
-from spile.spec.run import DataSpec, ExtractSpec, GenerationSpec, PromptSpec
+from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
 from spile.spec.taps import Tap
 
 
 @pytest.mark.parametrize(
     ("make", "line"),
     [
-        (lambda: ExtractSpec(batch_size=-4), "--batch-size: expected from 1 to 1,048,576, found -4"),
-        (lambda: ExtractSpec(shard_size_gb=float("nan")), "--shard-size-gb: expected from 1e-06 to 64, found nan"),
-        (lambda: ExtractSpec(dtype="int4"), "--dtype: expected one of auto, float32, bfloat16, found 'int4'"),
-        (lambda: ExtractSpec(model=""), "--model: expected a name or a path, found an empty text"),
-        (lambda: ExtractSpec(layers=(-1,)), "--layers: expected layers from 0 up, found [-1]"),
+        (lambda: RunSpec(batch_size=-4), "--batch-size: expected from 1 to 1,048,576, found -4"),
+        (lambda: RunSpec(shard_size_gb=float("nan")), "--shard-size-gb: expected from 1e-06 to 64, found nan"),
+        (lambda: RunSpec(dtype="int4"), "--dtype: expected one of auto, float32, bfloat16, found 'int4'"),
+        (lambda: RunSpec(model=""), "--model: expected a name or a path, found an empty text"),
+        (lambda: RunSpec(layers=(-1,)), "--layers: expected layers from 0 up, found [-1]"),
         (lambda: DataSpec(max_seq_length=0), "--max-seq-length: expected from 1 to 1,048,576, found 0"),
         (lambda: DataSpec(worker_id=-1), "--worker-id: expected from 0 to 99,999, found -1"),
         (lambda: PromptSpec(kind="poem"), "--prompt: expected one of auto, arc, chat, text, tokens, found 'poem'"),

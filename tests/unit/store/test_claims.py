@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 from spile.objects import Folder, open_folder
 from spile.store.claims import Claim, ClaimBook, ClaimReader, remove_finished_marks
-from spile_fakes.gcs import FakeGcs
 
 
 class Clock:

@@ -21,13 +21,13 @@ from recomputing import Rows, recompute_with
 from spile.errors import Damaged, RunMismatch
 from spile.models import layers as on_device
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
 from spile.store.ledger import unseal
 from spile.store.run import join_run
 from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
-from spile.store.stream import StreamWriter, join_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity
 
 _NUMBERS = st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False) | st.floats(-300, 300, width=32)

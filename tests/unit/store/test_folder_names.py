@@ -10,11 +10,11 @@ import pytest
 import spile as package
 from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.store.cleanup import clear_stream, stream_has_commits
 from spile.store.layout import find_streams
 from spile.store.run import join_run, read_run
 from spile.store.snapshot import SnapshotReader
-from spile.store.verification import verify
 from unit.cli.refusals import SMALL, lines, spile
 from world import produce, run_identity
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import choose_positions
 from spile.spec.run import GenerationSpec
@@ -20,8 +21,7 @@ from spile.store.predictions import put_predictions
 from spile.store.run import join_run
 from spile.store.shard import as_stored
 from spile.store.statistics import TapAccumulator, TapStatistics
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 from world import TAPS, rows_of, run_identity, sample_of, stream_identity
 
 COUNT = 6

@@ -16,7 +16,7 @@ from spile.spec.taps import SCALED, TapRows
 from spile.store.ledger import Commit, seal
 from spile.store.run import join_run
 from spile.store.shard import ShardBuilder, ShardSchema, as_stored
-from spile.store.stream import join_stream
+from spile.store.writer import join_stream
 from world import TAPS, items, produce, rows_of, run_identity, sample_of, stream_identity
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()

@@ -13,13 +13,13 @@ import pytest
 
 from spile.errors import Damaged, SpileError
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.store.cleanup import clear_stream
 from spile.store.layout import commit_number, stream_number
 from spile.store.ledger import seal
 from spile.store.snapshot import SnapshotReader, State
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 from world import items, produce, run_identity, stream_identity, write_shard
 
 SAMPLES = 12

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+from tests.fakes.gcs import FakeGcs
 
 import spile
 from spile.errors import Damaged
@@ -14,8 +15,7 @@ from spile.store import index, layout
 from spile.store.cleanup import clear_stream
 from spile.store.index import read_index, write_entry
 from spile.store.layout import scan_streams
-from spile.store.stream import join_stream
-from spile_fakes.gcs import FakeGcs
+from spile.store.writer import join_stream
 from world import produce, run_identity, stream_identity
 
 STREAMS = 3

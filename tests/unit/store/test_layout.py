@@ -10,6 +10,7 @@ import pytest
 import spile
 from spile.objects import Folder, Unwritable, open_folder
 from spile.objects.mirror import MirrorFolder
+from spile.proof.verification import verify
 from spile.spec.run import BackfillSpec
 from spile.spec.taps import parse_taps
 from spile.store.claims import ClaimBook
@@ -17,7 +18,6 @@ from spile.store.cleanup import clear_stream, empty_commit
 from spile.store.index import group_key
 from spile.store.layout import DatasetFile, FileKind, access_check_name, commit_key, parse_key, stale_commit_key
 from spile.store.ledger import commit_numbers
-from spile.store.verification import verify
 from world import produce
 
 

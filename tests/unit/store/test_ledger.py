@@ -10,6 +10,7 @@ import pytest
 
 from spile.errors import Damaged, Fenced, RunMismatch, StoreError
 from spile.objects import Folder, open_folder
+from spile.proof.verification import verify
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 from spile.spec.taps import Tap
@@ -24,8 +25,7 @@ from spile.store.layout import (
 )
 from spile.store.ledger import Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
 from spile.store.run import join_run, read_run
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream, read_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 

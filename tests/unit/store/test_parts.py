@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import spile
 from spile.cli.engines import part_workers
 from spile.cli.main import main
+from spile.engines.registry import WorkerOptions
 from spile.errors import Failure
-from spile.launch.engines import WorkerOptions
 from spile.objects import open_folder
+from spile.proof.verification import verify, verify_part
 from spile.reading.inspection import commit_sizes, merged_parts, part_statistics
 from spile.store.parts import CommitSizes, DatasetPart, divide
-from spile.store.verification import verify, verify_part
 from world import produce
 
 SIZES = st.dictionaries(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spile.launch.supervisor import AttemptHistory, RestartAction, RestartPolicy
+from spile.engines.supervisor import AttemptHistory, RestartAction, RestartPolicy
 from spile.objects import open_folder
 from spile.spec.ranges import Ranges
 from spile.store.layout import SUSPECTS
@@ -31,7 +31,7 @@ KILLED = 137
 
 @dataclass
 class Stream:
-    """A stream in memory, and workers that take the steps of :class:`spile.worker.extract.StreamWork`."""
+    """A stream in memory, and workers that take the steps of :class:`spile.run.worker.StreamWork`."""
 
     samples: int
     poisoned: frozenset[int]

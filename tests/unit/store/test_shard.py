@@ -18,14 +18,14 @@ from safetensors.numpy import load_file
 
 from spile.errors import Damaged, RunMismatch
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
 from spile.store.ledger import ShardRecord
 from spile.store.run import join_run
 from spile.store.shard import ShardSchema, parse_shard_header, plan_shard
-from spile.store.stream import StreamWriter, join_stream, read_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream, read_stream
 from world import TAPS, D, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 

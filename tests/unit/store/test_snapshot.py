@@ -11,7 +11,7 @@ from spile.objects import Folder
 from spile.store.cleanup import clear_stream
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader, State
-from spile.store.stream import StreamWriter, join_stream
+from spile.store.writer import StreamWriter, join_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
 
 NOW = 1_800_000_000.0

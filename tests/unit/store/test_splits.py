@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 from spile.objects import Folder
+from spile.proof.verification import verify
 from spile.store.layout import commit_key
 from spile.store.run import join_run
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 from world import run_identity, stream_identity
 
 

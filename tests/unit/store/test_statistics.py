@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.store.run import join_run
 from spile.store.statistics import TapAccumulator, TapStatistics
-from spile.store.stream import join_stream
-from spile.store.verification import verify
+from spile.store.writer import join_stream
 from world import TAPS, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 

@@ -21,6 +21,7 @@ from recomputing import Rows, recompute_with
 from spile.errors import Fenced, UserError
 from spile.objects import Folder, open_folder
 from spile.objects.clouds import GoogleBucket
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
@@ -29,8 +30,7 @@ from spile.store.heartbeat import Beat
 from spile.store.layout import commit_key
 from spile.store.ledger import Commit, ShardRecord, iso_time
 from spile.store.run import join_run
-from spile.store.stream import StreamWriter, join_stream
-from spile.store.verification import verify
+from spile.store.writer import StreamWriter, join_stream
 from world import TAPS, D, items, produce, rows_of, run_identity, sample_of, stream_identity, write_shard
 
 BY_TOKENS = {tuple(item.tokens.tolist()): item for item in items(45) if isinstance(item, Sample)}
@@ -341,7 +341,7 @@ def test_a_commit_between_the_search_and_the_removal_holds_it_back(
 ) -> None:
     store = joined(folder, 4)
     record = shard(store, 1)
-    from spile.store import verification as module
+    from spile.proof import verification as module
 
     real = module.fence
 

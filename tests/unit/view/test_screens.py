@@ -24,18 +24,19 @@ from rich.console import Console, RenderableType
 
 from spile.cli.main import main
 from spile.cli.verify import print_report
+from spile.compute.progress import Progress, ProgressSnapshot, Summary, WallTime
 from spile.fleet.monitor import FleetStatus, WorkerStatus
 from spile.fleet.provider import NodeRequest, NodeState
 from spile.fleet.spec import FleetSpec, History, Policy, WorkerHistory, plan_workers
 from spile.objects import open_folder
 from spile.planning import forecast, tpu_compiler
+from spile.proof.verification import verify
 from spile.spec.phase import Phase
 from spile.store.snapshot import Snapshot, State, StreamView
-from spile.store.verification import verify
-from spile.view import fleet, streams
+from spile.view import fleet
+from spile.view import stream_table as streams
 from spile.view.table import print_facts
 from spile.view.worker import notebook_html, progress_line, progress_row, summary_rows
-from spile.worker.progress import Progress, ProgressSnapshot, Summary, WallTime
 from unit.cli.refusals import lines
 from world import produce, run_identity
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from spile.errors import StoreError
 from spile.store.snapshot import Snapshot, State, StreamView
-from spile.view.streams import plain_lines, render, watch
+from spile.view.stream_table import plain_lines, render, watch
 
 VIEWS = (
     StreamView(0, "tpu_0", State.WORKING, 1250, 2000, 150, 149, 10**6, 3 * 10**9, 61_000.0, 540.0, "running", age=12.0),

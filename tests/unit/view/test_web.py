@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from tests.fakes.gcs import FakeGcs
 
 from spile.cli.main import main
 from spile.errors import UserError
@@ -28,7 +29,6 @@ from spile.view.web.export import exported_page, to_json
 from spile.view.web.features import FeatureIndex, load_autoencoder
 from spile.view.web.pages import ENDPOINTS, Viewer
 from spile.view.web.roots import Root, throughput
-from spile_fakes.gcs import FakeGcs
 from viewing import HOSTILE, make_root, serving
 
 

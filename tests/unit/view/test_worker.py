@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from spile.compute.progress import ProgressSnapshot, Summary, WallTime
 from spile.spec.phase import Phase
 from spile.view.worker import progress_line, progress_row, summary_rows, worker_display
-from spile.worker.progress import ProgressSnapshot, Summary, WallTime
 
 NOW = ProgressSnapshot(
     phase=Phase.COMPILING,

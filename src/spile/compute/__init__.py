@@ -1,0 +1,1 @@
+"""Samples to activation rows on devices: batches, meshes, producers and the generator."""

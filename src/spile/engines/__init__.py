@@ -1,0 +1,1 @@
+"""Where workers run: the supervisor and its engines."""

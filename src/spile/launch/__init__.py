@@ -1,1 +1,0 @@
-"""Run workers: the supervisor and its engines."""

@@ -1,0 +1,1 @@
+"""Activations in memory: a loaded model, and rows that feed a training loop."""

@@ -1,0 +1,1 @@
+"""Proofs about stored datasets: verification, recomputation and repair."""

@@ -1,0 +1,1 @@
+"""One run: resolve the spec, work through streams, commit; one process or a pod."""

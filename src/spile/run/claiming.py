@@ -1,0 +1,150 @@
+"""Work on the streams of a run one after another, each under a claim: ``spile worker --spec URL --claim``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from spile.data.manifest import list_streams, read_manifest
+from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
+from spile.objects import open_folder
+from spile.run.pod.pod import WorkerGroup
+from spile.spec.run import DataSpec
+from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
+from spile.store.snapshot import SnapshotReader, State, StreamView
+
+
+def work_on_claims(
+    data: DataSpec,
+    output: str,
+    run: Callable[[int], int],
+    *,
+    worker: str | None = None,
+    expiry: float = CLAIM_SECONDS,
+    hosts: WorkerGroup | None = None,
+    log: Callable[[str], None] = lambda _line: None,
+) -> int:
+    """Claim one of the largest unfinished streams, run it, and repeat until nothing is left to claim.
+
+    If live workers hold all unfinished streams, this worker ends successfully, because a waiting machine costs money.
+    One process alone sets a failed stream aside. It raises the error at the end, or if two fail before one succeeds.
+    Return 0 if no stream was left to claim, else the exit code of the stream that was interrupted.
+
+    Args:
+        data: The data of the run spec; it must name a folder of streams.
+        output: The dataset's folder.
+        run: Runs one stream and returns its exit code.
+        worker: A name that no other running worker has; host and process unless given.
+        expiry: Seconds without a renewal after which the claim of another worker is taken over.
+        hosts: The pod that this process belongs to. Its first process claims streams for all processes.
+        log: Called with each log line.
+    """
+    hosts, root = hosts or WorkerGroup(), open_folder(output)
+    goal = data.max_samples, data.max_tokens, data.max_bytes, data.expect_split  # what ends a stream
+    book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=repr(goal))
+    snapshots, left = SnapshotReader(root), _planned_streams(data)
+    count, finished, failed = len(left), 0, list[SpileError]()
+    for turn in itertools.count(1):  # A key of a pod must not be used twice: other hosts would read its old value.
+        claim = take_unfinished(book, snapshots, left) if hosts.first else None
+        stream: int | None = hosts.agree(f"claim/{turn}", None if claim is None else claim.stream)
+        if stream is None:
+            break
+        log(f"stream {stream} of {count}")
+        try:
+            code = run(stream) if claim is None else _run_claimed(claim, run, log)
+        except SpileError as error:
+            if hosts.name or isinstance(error, Interrupted):  # The other hosts of a pod cannot know what happened here.
+                raise
+            if isinstance(error, Fenced):
+                log(f"{error.problem}; taking the next stream")
+                continue
+            if failed and not finished:
+                raise
+            log(f"stream {stream} failed: {error}")
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # Their frames hold the model in memory.
+            failed.append(error)
+            left.pop(stream, None)
+            continue
+        if code == 0:
+            finished += 1
+            left.pop(stream, None)  # --max-tokens may end a stream before its last sample
+        elif code != Fenced.exit_code:
+            return code
+    if failed:
+        raise failed[0]
+    log("no stream is left to claim")
+    return 0
+
+
+def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], None]) -> int:
+    with claim.keep_renewed(log):
+        code = run(claim.stream)
+        claim.finished = code == 0
+    return code
+
+
+class PlannedStream(NamedTuple):
+    """One stream of the split."""
+
+    size: int
+    """Its samples, or bytes if the folder has no ``streams.json``. Larger streams are claimed first."""
+    wanted: int | None
+    """The samples that the run asks for; None if only the worker can tell."""
+
+    def is_done(self, view: StreamView) -> bool:
+        """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
+        if view.state is not State.DONE:
+            return False
+        # It may be done by the smaller --max-samples of an earlier run.
+        return self.wanted is None or view.expected is None or view.expected >= self.wanted
+
+
+def take_unfinished(
+    book: ClaimBook,
+    snapshots: SnapshotReader,
+    left: dict[int, PlannedStream],
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim | None:
+    """Return a claim on an unfinished stream, or None if live workers hold all unfinished streams or none is left.
+
+    Only the ledger of the claimed stream is read. A stream that turns out to be finished is removed from ``left``.
+    """
+    while True:
+        order = sorted(left, key=lambda number: (-left[number].size, number))
+        claim = book.take(order)
+        if claim is None:
+            if book.all_busy(number for number in order if not book.is_done(number)):
+                return None
+            sleep(book.expiry / 4)
+        elif left[claim.stream].is_done(snapshots.stream(claim.stream)):
+            del left[claim.stream]
+            claim.finished = True
+            claim.release()
+        else:
+            return claim
+
+
+def _planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
+    if data.dataset_dir is None:
+        raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
+    folder = open_folder(data.dataset_dir)
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        found = {number: _plan(data, entry.samples) for number, entry in enumerate(manifest.streams)}
+    else:
+        found = {number: PlannedStream(size, None) for number, size in list_streams(folder).items()}
+    if not found:
+        raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
+    return found
+
+
+def _plan(data: DataSpec, rows: int) -> PlannedStream:
+    """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
+    samples = rows * data.prompt.predictions_per_task
+    size = samples if data.max_samples is None else min(samples, data.max_samples)
+    exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
+    return PlannedStream(size, size if exact else None)

@@ -1,1 +1,0 @@
-"""The worker: one pipeline from samples to committed shards."""
