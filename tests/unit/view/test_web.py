@@ -329,16 +329,20 @@ def save_saelens(path: Path, **config: object) -> dict[str, np.ndarray]:
     return tensors
 
 
-@pytest.mark.parametrize("kind", ["standard", "topk", "jumprelu"])
+@pytest.mark.parametrize("kind", ["standard", "topk", "rescaled topk", "jumprelu"])
 def test_features_of_a_saelens_checkpoint(root: str, tmp_path: Path, kind: str) -> None:
-    hook = {"hook_name": "blocks.1.hook_resid_post"}
-    t = save_saelens(tmp_path / "sae", architecture=kind, apply_b_dec_to_input=kind != "jumprelu", k=4, metadata=hook)
+    """tests/peers compares with SAELens itself."""
+    options: dict[str, object] = {"metadata": {"hook_name": "blocks.1.hook_resid_post", "sae_lens_version": "6.54.12"}}
+    options |= {"architecture": kind.split()[-1], "k": 4, "rescale_acts_by_decoder_norm": kind == "rescaled topk"}
+    t = save_saelens(tmp_path / "sae", **options, apply_b_dec_to_input=kind != "jumprelu")
     index = FeatureIndex(load_autoencoder(tmp_path / "sae"), None)
     viewer, dataset = Viewer([Root(root)], index), open_dataset(root)
     rows = [sample["residual.1"].astype(np.float32) for sample in dataset]
     x = np.concatenate(rows) - (0 if kind == "jumprelu" else t["b_dec"])
     acts = np.maximum(x @ t["W_enc"] + t["b_enc"], 0)
-    if kind == "topk":
+    if kind == "rescaled topk":
+        acts *= np.linalg.norm(t["W_dec"], axis=1)
+    if "topk" in kind:
         acts[acts < np.sort(acts, axis=1)[:, -4, None]] = 0
     if kind == "jumprelu":
         acts[acts <= 0.5] = 0
@@ -353,6 +357,36 @@ def test_features_of_a_saelens_checkpoint(root: str, tmp_path: Path, kind: str) 
     assert [each["value"] for each in feature["samples"]] == pytest.approx([top for top in tops if top > 0], rel=1e-4)
     one = feature["samples"][0]
     assert one["values"][one["row"] - one["first"]] == pytest.approx(one["value"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            {"architecture": "batchtopk", "k": 4},
+            r"architecture: expected one of .*found batchtopk\. Save .*inference_model",
+        ),
+        ({"architecture": "matryoshka_batchtopk", "k": 4}, r"found matryoshka_batchtopk\. Save a trained"),
+        ({"architecture": "gated"}, "found gated"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations: expected none or .*found layer_norm"),
+        (
+            {"metadata": {"sae_lens_version": "6.60.0"}, "gain": 2},
+            "options: expected those of SAELens 6.54, found gain",
+        ),
+        ({"architecture": "standard", "threshold": [1]}, None),
+        ({"architecture": "jumprelu_transcoder"}, "tensors: expected .*threshold, found W_dec, W_enc, b_dec, b_enc"),
+        ({"activation_fn": "tanh-relu"}, "options: .*found activation_fn tanh-relu"),
+    ],
+)
+def test_a_saelens_checkpoint_that_would_be_shown_wrongly_is_refused(
+    tmp_path: Path, config: dict[str, object], why: str | None
+) -> None:
+    save_saelens(tmp_path / "sae", **config)
+    if why is None:  # Options of versions before 6 are all known.
+        assert load_autoencoder(tmp_path / "sae").k is None
+        return
+    with pytest.raises(UserError, match=why):
+        load_autoencoder(tmp_path / "sae")
 
 
 def test_features_of_a_sparsify_checkpoint_and_of_no_checkpoint(root: str, tmp_path: Path) -> None:
@@ -376,6 +410,10 @@ def test_features_of_a_sparsify_checkpoint_and_of_no_checkpoint(root: str, tmp_p
     np.testing.assert_allclose(found.max(1), plain.max(1), rtol=1e-5)
     with pytest.raises(UserError, match="--sae-tap"):
         FeatureIndex(sae, "residual.9").overview(open_dataset(root))
+    for more, found in (({"activation": "groupmax"}, "groupmax"), ({"signed": True}, "signed topk")):
+        (folder / "cfg.json").write_text(json.dumps({"k": 3, "d_in": 8, "num_latents": 24, **more}))
+        with pytest.raises(UserError, match=f"activation: expected topk, found {found}"):
+            load_autoencoder(folder)
     with pytest.raises(UserError, match=r"expected a folder with cfg\.json"):
         load_autoencoder(tmp_path)
     (folder / "sae.safetensors").write_bytes(b"x" * 40)

@@ -24,7 +24,24 @@ _ROWS = 65_536
 _BATCH = 512
 _CONTEXT = 16  # the tokens before and after the strongest one
 _FILES = {"sae_weights.safetensors": "SAELens", "sae.safetensors": "sparsify"}
-_KINDS = ("standard", "standard_transcoder", "topk", "batchtopk", "jumprelu", "matryoshka_batchtopk")
+_SAELENS = {
+    "standard": set[str](),
+    "topk": set[str](),
+    "jumprelu": {"threshold"},
+    "transcoder": set[str](),
+    "skip_transcoder": {"W_skip"},
+    "jumprelu_transcoder": {"threshold"},
+    "jumprelu_skip_transcoder": {"threshold", "W_skip"},
+}
+"""The architectures of SAELens whose features are shown, and their tensors beside those that all have."""
+_OPTIONS = frozenset((
+    "architecture", "d_in", "d_sae", "d_out", "dtype", "device", "metadata", "apply_b_dec_to_input",
+    "normalize_activations", "reshape_activations", "k", "rescale_acts_by_decoder_norm", "decoder_init_norm",
+    "l1_coefficient", "lp_norm", "l1_warm_up_steps", "use_sparse_activations", "aux_loss_coefficient",
+    "jumprelu_init_threshold", "jumprelu_bandwidth", "jumprelu_sparsity_loss_mode", "l0_coefficient",
+    "l0_warm_up_steps", "pre_act_loss_coefficient", "jumprelu_tanh_scale", "jumprelu_ste_to_input", "target_l0",
+))  # fmt: skip
+"""The options of a checkpoint of SAELens 6, with those of its training. Any other one may change the features."""
 _KIND_OF_HOOK = {hook: kind for kind, hook in HOOKS.items()}
 
 _Array = npt.NDArray[Any]
@@ -54,8 +71,8 @@ class Autoencoder:
         return int(self.encoder.shape[1])
 
     def encode(self, rows: _Array) -> _Array:
-        """Return the activations ``[rows, features]``."""
-        rows = rows.astype(np.float32)
+        """Return the activations ``[rows, features]``. The rows of all heads of a tap such as ``z`` are joined."""
+        rows = rows.astype(np.float32).reshape(len(rows), -1)
         if self.norm:
             rows = rows * (np.sqrt(rows.shape[1]) / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12))
         found = (rows - self.shift) @ self.encoder + self.bias
@@ -63,8 +80,8 @@ class Autoencoder:
             return np.where(found > self.threshold, np.maximum(found, 0), 0).astype(np.float32)
         found = np.maximum(found, 0)
         if self.k is not None and self.k < found.shape[1]:
-            least = np.partition(found, -self.k, axis=1)[:, -self.k, None]
-            found = np.where(found >= least, found, 0)
+            left_out = np.argpartition(found, -self.k, axis=1)[:, : -self.k]
+            np.put_along_axis(found, left_out, 0, axis=1)
         return np.asarray(found, np.float32)
 
 
@@ -84,20 +101,40 @@ def load_autoencoder(path: Path) -> Autoencoder:
 
 
 def _from_saelens(path: Path, config: dict[str, Any], tensors: dict[str, _Array]) -> Autoencoder:
-    kind = str(config.get("architecture", "standard"))
-    if kind not in _KINDS:
-        raise UserError(f"--sae {path}", expected=f"one of the architectures {', '.join(_KINDS)}", found=kind)
-    scaling = str(config.get("normalize_activations") or "none")
-    if scaling not in ("none", "constant_norm_rescale"):
-        raise UserError(f"--sae {path}", expected="rows that are not normalized by layer_norm", found=scaling)
-    encoder = tensors["W_enc"]
-    centred = bool(config.get("apply_b_dec_to_input", True)) and tensors["b_dec"].shape == encoder.shape[:1]
-    hook = str(config.get("hook_name") or (config.get("metadata") or {}).get("hook_name") or "")
+    """Return an autoencoder that gives the values of ``SAE.encode`` in float32, or refuse the checkpoint."""
+    metadata = config.get("metadata") or {}
+    config, unknown = _current_config(config, metadata)
+    kind, scaling = str(config.get("architecture", "standard")), str(config.get("normalize_activations") or "none")
+    if np.all(tensors.get("scaling_factor", 0) == 1):
+        del tensors["scaling_factor"]  # Some versions before 6 stored ones.
+    wanted = {"W_enc", "b_enc", "W_dec", "b_dec"} | _SAELENS.get(kind, set())
+    head = config.get("hook_head_index", metadata.get("hook_head_index"))
+    fix = "save a trained autoencoder with sae.save_inference_model(DIR)" if "batchtopk" in kind else None
+    for name, allowed, expected, found in (
+        ("architecture", kind in _SAELENS, f"one of {', '.join(_SAELENS)}", kind),
+        (
+            "normalize_activations",
+            scaling in ("none", "constant_norm_rescale"),
+            "none or constant_norm_rescale",
+            scaling,
+        ),
+        ("hook_head_index", head is None, "all heads", head),
+        ("options", not unknown, "those of SAELens 6.54", ", ".join(sorted(unknown))),
+        ("tensors", tensors.keys() == wanted, ", ".join(sorted(wanted)), ", ".join(sorted(tensors))),
+    ):
+        if not allowed:
+            raise UserError(f"--sae {path} cannot be shown: {name}", expected=expected, found=found, fix=fix)
+    norms: _Array = np.ones(1, np.float32)
+    if kind == "topk" and config.get("rescale_acts_by_decoder_norm"):
+        norms = np.linalg.norm(tensors["W_dec"], axis=1)
+    # A transcoder reads another space than its b_dec is in, even if both have the same width.
+    centred = "transcoder" not in kind and bool(config.get("apply_b_dec_to_input", True))
+    hook = str(config.get("hook_name") or metadata.get("hook_name") or "")
     return Autoencoder(
         name=path.name,
-        encoder=encoder,
-        bias=tensors["b_enc"],
-        shift=tensors["b_dec"] if centred else np.zeros(len(encoder), np.float32),
+        encoder=tensors["W_enc"] * norms,
+        bias=tensors["b_enc"] * norms,
+        shift=tensors["b_dec"] if centred else np.zeros(len(tensors["W_enc"]), np.float32),
         threshold=tensors.get("threshold"),
         k=int(config["k"]) if kind == "topk" else None,
         norm=scaling != "none",
@@ -105,7 +142,24 @@ def _from_saelens(path: Path, config: dict[str, Any], tensors: dict[str, _Array]
     )
 
 
+def _current_config(config: dict[str, Any], metadata: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the config in the form of SAELens 6, and its options that may change the features and are not known.
+
+    Before version 6, the activation function was an option of its own, and everything else is known.
+    """
+    version = str(config.get("sae_lens_version") or metadata.get("sae_lens_version") or "0")
+    if int(version.partition(".")[0]) >= 6:
+        return config, config.keys() - _OPTIONS
+    activation = str(config.get("activation_fn_str") or config.get("activation_fn") or "relu")
+    if activation == "topk":
+        return {**config, "architecture": "topk", "k": config["activation_fn_kwargs"]["k"]}, set()
+    return config, set() if activation == "relu" else {f"activation_fn {activation}"}
+
+
 def _from_sparsify(path: Path, config: dict[str, Any], tensors: dict[str, _Array]) -> Autoencoder:
+    activation = "signed topk" if config.get("signed") else str(config.get("activation", "topk"))
+    if activation != "topk":
+        raise UserError(f"--sae {path} cannot be shown: activation", expected="topk", found=activation)
     encoder = np.ascontiguousarray(tensors["encoder.weight"].T)
     centred = not config.get("transcode") and tensors["b_dec"].shape == encoder.shape[:1]
     layer = path.name.removeprefix("layers.")
@@ -230,10 +284,9 @@ class _Scan:
 
 
 def _encode_all(sae: Autoencoder, rows: _Array) -> _Array:
-    if rows.shape[1] != len(sae.encoder):
-        raise UserError(
-            "the autoencoder and the tap have different widths", expected=len(sae.encoder), found=rows.shape[1]
-        )
+    width = prod(rows.shape[1:])
+    if width != len(sae.encoder):
+        raise UserError("the autoencoder and the tap have different widths", expected=len(sae.encoder), found=width)
     parts = [sae.encode(rows[at : at + _BATCH]) for at in range(0, len(rows), _BATCH)]
     return np.concatenate(parts) if parts else np.zeros((0, sae.features), np.float32)
 
