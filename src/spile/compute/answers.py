@@ -30,11 +30,12 @@ from spile.spec.positions import ALL, choose_positions
 from spile.spec.run import Capture, RunSpec
 from spile.spec.sample import Prediction, Role, Sample, StopReason
 from spile.spec.taps import MODULE, Tap, tap_kinds
-from spile.store.layout import PREDICTIONS, SUBMISSION, find_streams, stream_folder
+from spile.store.layout import PREDICTIONS, SUBMISSION
 from spile.store.ledger import Commit, read_commits
-from spile.store.predictions import read_answers
+from spile.store.predictions import read_all_answers, read_answers
 from spile.store.run import claim_answers
-from spile.store.writer import StreamWriter, read_stream
+from spile.store.stored_stream import open_streams
+from spile.store.writer import StreamWriter
 
 if TYPE_CHECKING:
     from spile.compute.resolved import ResolvedRun
@@ -171,7 +172,7 @@ class AnswerProducer(Producer):
         if self._positions == ALL:
             stored = replace(sample, tokens=tokens[first:stop], roles=roles[first:stop])
         else:
-            chosen = choose_positions(self._positions, self._seed, sample.index, roles, first, stop)
+            chosen = choose_positions(self._positions, self._seed, sample.number, roles, first, stop)
             stored = replace(sample, tokens=tokens, roles=roles, positions=chosen)
         self.progress.add(samples=1, truncated=int(sample.truncated > 0))
         groups = tuple(((stored,),) if group == answer.group else () for group in range(self.groups))
@@ -203,28 +204,18 @@ def write_answers(run: ResolvedRun, stream: StreamWriter) -> None:
         return
     folder = open_folder(run.spec.answers_dir)
     claim_answers(folder, run.root)
-    written: dict[int, list[Commit]] = {}
+    written: dict[int, tuple[Commit, ...]] = {}
     # Another worker may have committed after this one read the ledgers and written its view before this one did. So the
     # view is written again until no ledger has changed: whichever worker writes last has then seen every commit.
-    while (commits := _all_commits(run.root)) != written:
-        by_stream = {
-            number: read_answers(run.root.child(stream_folder(number, run.identity.folders)), each)
-            for number, each in commits.items()
-        }
-        lines = (prediction.line(number) for number, each in by_stream.items() for prediction in each)
-        _put_answers(run, folder, [prediction for each in by_stream.values() for prediction in each], b"".join(lines))
+    while True:
+        streams = open_streams(run.root, run.identity)
+        commits = {stream.number: stream.commits for stream in streams}
+        if commits == written:
+            break
+        answers = read_all_answers(streams)
+        lines = b"".join(prediction.line(number) for number, prediction in answers)
+        _put_answers(run, folder, [prediction for _, prediction in answers], lines)
         written = commits
-
-
-def _all_commits(root: Folder) -> dict[int, list[Commit]]:
-    """Return the commits of each stream of a run."""
-    streams = {number: root.child(name) for number, name in find_streams(root).items()}
-    records = {number: read_stream(folder) for number, folder in streams.items()}
-    return {
-        number: list(read_commits(streams[number], record.id))
-        for number, record in records.items()
-        if record is not None
-    }
 
 
 def _put_answers(run: ResolvedRun, folder: Folder, predictions: list[Prediction], lines: bytes) -> None:

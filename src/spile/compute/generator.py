@@ -330,7 +330,7 @@ class Generator(AnswerProducer):
                 piece = answer.sample.tokens[answer.read : answer.read + plan.chunk]
                 tokens[at][: len(piece)], slot[at], start[at], length[at] = piece, number, answer.read, len(piece)
                 answer.read += len(piece)
-                last[at], sample[at] = answer.read == len(answer.sample), answer.sample.index & 0x7FFFFFFF
+                last[at], sample[at] = answer.read == len(answer.sample), answer.sample.number & 0x7FFFFFFF
                 parts.append(_Part(answer, group * plan.rows + at[1], len(piece), bool(last[at])))
         chunk = Chunk(*(put(array, self._programs.by_group) for array in (tokens, slot, start, length, last, sample)))
         return self._call(self._wait_for(self._programs.reader, "reading prompts"), parts, chunk)

@@ -171,7 +171,7 @@ def with_positions(items: Iterable[Sample | Skip], spec: RunSpec) -> Iterator[Sa
     """Set the stored positions of each sample if ``--positions`` selects some."""
     for item in items:
         if isinstance(item, Sample) and spec.positions != ALL:
-            chosen = choose_positions(spec.positions, spec.data.seed, item.index, item.roles)
+            chosen = choose_positions(spec.positions, spec.data.seed, item.number, item.roles)
             item = replace(item, positions=chosen)
         yield item
 

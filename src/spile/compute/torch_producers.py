@@ -383,7 +383,7 @@ class _GenerateCallbacks:
         if sampling.temperature == 0:
             best = scores.float().log_softmax(-1).max(-1)
             return scores.argmax(-1).tolist(), best.values.tolist()
-        samples = jnp.array([[answer.sample.index & 0x7FFFFFFF for answer in self._answers]], jnp.int32)
+        samples = jnp.array([[answer.sample.number & 0x7FFFFFFF for answer in self._answers]], jnp.int32)
         generated = jnp.array([[len(answer.tokens) for answer in self._answers]], jnp.int32)
         chosen = _draw_tokens(scores.float().cpu().numpy(), samples, generated, sampling)
         return chosen.tokens[0].tolist(), chosen.logprobs[0].tolist()

@@ -210,8 +210,8 @@ def usable_rows(
 
 
 def _default_id(number: int) -> str:
-    """Return the name of a row without an id: its row number, which does not depend on the selection."""
-    return f"task_{number:08d}"
+    """Return the name of a row without an id, as in a run that reads the source itself."""
+    return f"line-{number}"
 
 
 def _kind(data: dict[str, Any], column: str) -> Kind | None:

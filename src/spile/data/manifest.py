@@ -47,7 +47,8 @@ class StreamsManifest:
 
     source: dict[str, object]
     """The dataset's name and the selection of rows."""
-    seed: int
+    seed: int | None
+    """None: the rows were dealt to the streams in turn, not shuffled."""
     samples: int
     streams: tuple[StreamEntry, ...]
     rejected: dict[str, int]

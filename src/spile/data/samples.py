@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from spile.data.arc.encoders import parse_encoder
 from spile.data.lines import Line, LineSource, PartReader, head_hash
-from spile.data.manifest import MANIFEST, check_stream
+from spile.data.manifest import MANIFEST, StreamsManifest, check_stream
 from spile.data.prompts import Prompt, PromptBuilder, pack
 from spile.data.rows import parse_row, resolve
-from spile.data.sources import open_input
+from spile.data.sources import RowRange, open_input
 from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpecError, SpileError
 from spile.objects.folder import iterate_ahead
@@ -106,6 +106,17 @@ class SampleStream:
     _file: LineSource
     _parts: Sequence[Part] | None
     """All rows; None for a streamed dataset, which is read during the run."""
+    _first_row: int = 0
+    """The number in the source of the first row of the input."""
+
+    def _place(self, index: int) -> int:
+        """Return the number of a sample in the input."""
+        return int(self.identity.place(self._spec.worker_id, index))
+
+    def _name(self, line: int) -> str:
+        """Return the id of a row without one: the number of the row in the source, however many streams there are."""
+        turn = self.identity.turn or 1
+        return f"line-{self._first_row + self._place(line * turn) // turn}"
 
     @property
     def prompt(self) -> PromptSpec:
@@ -178,17 +189,16 @@ class SampleStream:
             wanted = [index for index in range(first, min(first + count, limit)) if index not in done]
             if not wanted:
                 continue
-            number = self._file.number(line)
-            place = f"{self._file.location} {number}"
+            place, name = f"{self._file.location} {self._file.number(line)}", self._name(line.index)
             try:
                 row = parse_row(line.raw, place)
-                prompts = list(self._builder.build(row, wanted, place, f"line-{self._file.row_of(line.index)}"))
+                prompts = list(self._builder.build(row, wanted, place, name))
             except DataError as error:
                 if self._spec.bad_rows == "error":
                     raise
                 error.fix = None  # The row is skipped, so advice on how to skip it is of no use.
                 reason: dict[str, object] = {"error": error.line()[:_MAX_REASON]}
-                yield from (Skip(index, number.replace(" ", "-"), BAD_ROW, reason) for index in wanted)
+                yield from (Skip(index, name, BAD_ROW, reason) for index in wanted)
             else:
                 yield from prompts
 
@@ -200,7 +210,7 @@ class SampleStream:
                 return
             if index not in done:
                 roles, preview = self._tokenizer.roles(tokens), _preview(self._tokenizer, tokens)
-                yield [Sample(index, name, tokens, roles, preview)]
+                yield [Sample(index, name, tokens, roles, preview, place=self._place(index))]
             index += 1
         yield index
 
@@ -227,6 +237,7 @@ class SampleStream:
             augmentation=prompt.augmentation,
             truncated=max(0, count - most),
             kept=prompt.kept,
+            place=self._place(prompt.index),
         )
 
 
@@ -277,7 +288,7 @@ def open_stream(
         found = f"{rows} rows that cannot be used" if rows else "no row"
         raise DataError(f"{file.location} is empty", expected="at least one usable row", found=found)
     whole, prompt = head is None, builder.spec
-    streams, split = _split_of(file, spec, manifest, digest.hexdigest() if whole else None)
+    streams, split, in_turn, first_row = _split_of(file, spec, manifest, digest.hexdigest() if whole else None)
     identity = StreamIdentity(
         data=file.location,
         sha256=digest.hexdigest() if head is None else head,
@@ -288,22 +299,28 @@ def open_stream(
         split=split,
         head=None if whole else rows,
         revision=file.revision,
+        turn=(1 if prompt.pack else prompt.predictions_per_task) if in_turn else None,
     )
-    return SampleStream(identity, spec, tokenizer, builder, file, reader.parts if whole else None)
+    return SampleStream(identity, spec, tokenizer, builder, file, reader.parts if whole else None, first_row)
 
 
 def _split_of(
     file: LineSource, spec: DataSpec, manifest: bytes | None, sha256: str | None
-) -> tuple[int | None, str | None]:
-    """Return the number of streams of the split and its name, if they are known. ``sha256``: of a file read whole."""
-    split = None
+) -> tuple[int | None, str | None, bool, int]:
+    """Return the number of streams of the split and its name, if they are known; whether the streams have the rows of
+    the input in turn; and the number of the input's first row. ``sha256``: of a file read whole.
+    """
+    split: StreamsManifest | None = None
+    first = RowRange.parse(spec.split).start
     if sha256 is not None:
         split = check_stream(file.name, manifest, sha256, file.location, spec.expect_split)
     if spec.of_streams is not None:
-        return spec.of_streams, IN_TURN if file.revision is None else f"{IN_TURN} of {file.revision}"
+        return spec.of_streams, IN_TURN if file.revision is None else f"{IN_TURN} of {file.revision}", True, first
     if split is None or file.name != stream_file(spec.worker_id):
-        return None, None  # a file under another number: the split's other streams are unknown
-    return len(split.streams), split.digest()
+        return None, None, False, first  # a file under another number: the split's other streams are unknown
+    if split.seed is not None:
+        return len(split.streams), split.digest(), False, 0
+    return len(split.streams), split.digest(), True, int(str(split.source.get("start_index") or 0))
 
 
 def is_large(file: LineSource, prompt: PromptSpec, least: int) -> bool:

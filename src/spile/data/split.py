@@ -1,5 +1,8 @@
 """Split a source into streams of equal size, describe them in ``streams.json``, and put them where workers read them.
 
+The streams that spile makes for a run get the rows in turn, so that readers know the place of each row in the input
+(:meth:`spile.spec.identity.StreamIdentity.place`). ``spile data streams`` shuffles the rows.
+
 The same input and seed give the same bytes. Memory grows by 24 bytes per row with an id, to find ids that
 occur twice; the rows themselves are not kept.
 """
@@ -84,13 +87,14 @@ def make_streams(
     num_streams: int,
     *,
     selection: RowSelection | None = None,
-    seed: int = 0,
+    seed: int | None = 0,
     only: Collection[int] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Streams:
     """Split a dataset into ``stream_000.jsonl``, …, listed in ``streams.json``.
 
+    Of N consecutive rows each of N streams gets one: in an order that depends on ``seed`` or, if it is None, in turn.
     ``only`` writes some streams again, byte for byte as ``streams.json`` lists them. The files are renamed when all are
     complete, ``streams.json`` last.
     """
@@ -123,16 +127,16 @@ def _write(
     num_streams: int,
     chosen: set[int],
     selection: RowSelection,
-    seed: int,
+    seed: int | None,
     progress: Progress | None,
 ) -> tuple[StreamsManifest, RowTally]:
     """Count and hash all streams, and write the chosen ones."""
     buffer = max(1 << 14, min(1 << 20, _BUFFERS // num_streams))
     writers = [_Writer(work / stream_file(n) if n in chosen else None, buffer) for n in range(num_streams)]
-    tally, names, order = RowTally(), DuplicateFinder(), list[int]()
+    tally, names, order = RowTally(), DuplicateFinder(), list(range(num_streams))
     items = usable_rows(source, selection, tally, keep_rejected=True, progress=progress)
     for place, item in enumerate(items):
-        if place % num_streams == 0:
+        if seed is not None and place % num_streams == 0:
             order = shuffled(num_streams, "streams", seed, place // num_streams)
         writers[order[place % num_streams]].line(item.line())
         if item.own_id:
@@ -175,8 +179,8 @@ def refuse_other_split(existing: StreamsManifest, manifest: StreamsManifest, fil
     if len(existing.streams) != len(manifest.streams) or existing.seed != manifest.seed:
         raise DataError(
             f"{file} lists other streams",
-            expected=f"{len(existing.streams)} streams of seed {existing.seed}",
-            found=f"{len(manifest.streams)} of seed {manifest.seed}",
+            expected=f"{len(existing.streams)} streams{_seed_text(existing)}",
+            found=f"{len(manifest.streams)}{_seed_text(manifest)}",
             fix=fix,
         )
     old, new = next((a, b) for a, b in zip(existing.streams, manifest.streams, strict=True) if a != b)
@@ -186,6 +190,10 @@ def refuse_other_split(existing: StreamsManifest, manifest: StreamsManifest, fil
         found=f"{new.samples} samples, {new.sha256}",
         fix=fix,
     )
+
+
+def _seed_text(manifest: StreamsManifest) -> str:
+    return " with the rows in turn" if manifest.seed is None else f" of seed {manifest.seed}"
 
 
 def _publish(work: Path, folder: Path, manifest: StreamsManifest, overwrite: bool) -> None:
@@ -287,12 +295,12 @@ def split_streams(
 ) -> Iterator[StreamsPlan]:
     """Split a dataset into streams in a temporary local folder, which exists inside the ``with`` block.
 
-    ``data`` selects the rows and their order. ``limited``: prepare no more rows than ``data.max_samples`` needs.
+    ``data`` selects the rows. ``limited``: prepare no more rows than ``data.max_samples`` needs.
     """
     lines = lines_needed(data, data.prompt) if limited else None
     selection = replace(_selection(data), max_samples=None if lines is None else lines * count)
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
-        made = make_streams(dataset, Path(folder), count, selection=selection, seed=data.seed)
+        made = make_streams(dataset, Path(folder), count, selection=selection, seed=None)
         bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
         log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}{bound}")
         yield local_streams(Path(folder), below)

@@ -60,7 +60,7 @@ def check_shard(
         sound = not wrong
         wrong += _check_bytes(shard, run, count_bytes)
         if sound and stream.base is None:  # Added taps have the tokens of the stream, compared by their checksums.
-            wrong += _check_content(shard, run, decode)
+            wrong += _check_content(shard, stream, run, decode)
     except NotFound:
         wrong = ["the shard, or its answers, are gone" if record.predictions else "the shard is gone"]
     except Failure as error:
@@ -131,7 +131,7 @@ def _check_context(shard: ShardReader) -> list[str]:
     return []
 
 
-def _check_content(shard: ShardReader, run: RunIdentity, decode: Decode | None) -> list[str]:
+def _check_content(shard: ShardReader, stream: StreamRecord, run: RunIdentity, decode: Decode | None) -> list[str]:
     """Check tokens, positions and answers against each other and against the run."""
     wrong = [
         f"{name} has ids outside the vocabulary of {run.vocab_size or 'the model'}"
@@ -144,10 +144,12 @@ def _check_content(shard: ShardReader, run: RunIdentity, decode: Decode | None) 
             return [*wrong, "its commit names no predictions"]
         answers = {answer.sample: answer for answer in read_predictions(shard.folder, shard.record)}
         wrong += find_answer_problems(shard, answers, run, decode)
-    return wrong + (_check_positions(shard, run, answers) if POSITIONS in shard.header.places else [])
+    return wrong + (_check_positions(shard, stream, run, answers) if POSITIONS in shard.header.places else [])
 
 
-def _check_positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int, Prediction]) -> list[str]:
+def _check_positions(
+    shard: ShardReader, stream: StreamRecord, run: RunIdentity, answers: Mapping[int, Prediction]
+) -> list[str]:
     """Check that the rows are at the positions that the run selects.
 
     Without generated answers, ``answer`` depends on the roles of all tokens, and a shard has only those of rows: each
@@ -168,7 +170,8 @@ def _check_positions(shard: ShardReader, run: RunIdentity, answers: Mapping[int,
             prompt = length - (len(answers[sample].tokens) if answers else 0)
             first, stop = 0 if capture in ("both", "prompt") else prompt, prompt if capture == "prompt" else length
             roles = np.full(length, Role.ANSWER, np.uint8)
-            chosen = choose_positions(run.positions, run.seed, sample, roles, first, stop)
+            number = stream.identity.place(stream.worker_id, sample)
+            chosen = choose_positions(run.positions, run.seed, number, roles, first, stop)
             right = chosen is not None and np.array_equal(positions[rows], chosen)
         if not right:
             wrong.append(sample)

@@ -15,8 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from spile.objects.folder import read_ahead
-from spile.reading.rows import BlockOptions, BlockSource, Read, RowBatch, RowChunk, Selection, context_of
+from spile.objects.folder import iterate_ahead, read_ahead
+from spile.reading.rows import (
+    ROW_BITS,
+    BlockOptions,
+    BlockSource,
+    OrderedRows,
+    Read,
+    RowBatch,
+    RowChunk,
+    Selection,
+    context_of,
+)
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
@@ -30,7 +40,10 @@ if TYPE_CHECKING:
 _OPEN_BYTES = 320_000_000
 """Bytes that open shards may hold: token ids, roles and masks take six bytes per token, and a small shard is held
 whole."""
-_ROW_BITS = 32
+_WINDOW = 1 << 14
+"""Samples whose lengths are read at once by a reader in the order of the data."""
+_GROUP_BYTES, _MOST_GROUP_BYTES, _STREAM_BYTES = 8 << 20, 128 << 20, 1 << 20
+"""The rows that it loads at once: at least, at most, and for each stream that has samples in turn."""
 
 _Array = npt.NDArray[Any]
 _Mask = npt.NDArray[np.bool_]
@@ -54,6 +67,8 @@ class MemoryShard:
         indices = Ranges.of(sample.index for sample in samples)
         self.record = ShardRecord("", 0, 0, (0, 0), {}, indices, len(samples), sum(lengths))
 
+    input_turns: tuple[int, int] | None = None
+
     def open(self, _record: ShardRecord) -> MemoryShard:
         return self
 
@@ -74,30 +89,56 @@ _Shards = Sequence[tuple["Stream | MemoryShard", ShardRecord]]
 
 
 class SampleTable(NamedTuple):
-    """Numbers the samples of all shards in the order of streams and sample indices.
+    """Numbers the samples of all shards in the order of the data, which is defined here and nowhere else.
 
-    Each entry stands for consecutive samples of a stream that are in one shard.
+    It is the order of the input if all streams are parts of one input; otherwise the streams follow one another. Each
+    entry stands for samples that are consecutive in this order, in their stream, and in one shard.
     """
 
     shard: _Numbers
     first: _Numbers  # index of the first sample
     start: _Numbers
     """Number of the first sample, counted over all streams; one more entry at the end: the number of samples."""
+    place: _Numbers
+    """Number of the first sample in the input."""
 
     @classmethod
     def of(cls, shards: _Shards) -> SampleTable:
-        runs = sorted(
+        runs = [
             (stream.number, first, last, number)
             for number, (stream, record) in enumerate(shards)
             for first, last in record.samples.pairs()
-        )
-        table = np.array(runs, np.int64).reshape(-1, 4)
-        return cls(table[:, 3], table[:, 1], np.concatenate([[0], np.cumsum(table[:, 2] - table[:, 1])]))
+        ]
+        stream, first, last, shard = np.array(runs, np.int64).reshape(-1, 4).T
+        inputs = {each.input_turns for each, _ in shards}
+        streams, turn = (inputs.pop() if len(inputs) == 1 else None) or (1, 0)
+        if turn:  # The streams have `turn` samples each in turn, so runs are cut at the ends of the turns.
+            begins, ends = first // turn, (last - 1) // turn + 1
+            run = np.repeat(np.arange(len(first)), ends - begins)
+            number = begins[run] + np.arange(len(run)) - np.cumsum(ends - begins)[run] + (ends - begins)[run]
+            first, last = np.maximum(first[run], number * turn), np.minimum(last[run], (number + 1) * turn)
+            stream, shard = stream[run], shard[run]
+            place = (number * streams + stream) * turn + first % turn
+            order = np.argsort(place, kind="stable")
+        else:
+            place, order = first, np.lexsort((first, stream))
+        count = (last - first)[order]
+        return cls(shard[order], first[order], np.concatenate([[0], np.cumsum(count)]), place[order])
 
     def find(self, samples: _Numbers) -> tuple[_Numbers, _Numbers]:
         """Return the shard and the index in its stream of each sample."""
         at = np.searchsorted(self.start, samples, side="right") - 1
         return self.shard[at], self.first[at] + samples - self.start[at]
+
+    def places(self, samples: _Numbers) -> _Numbers:
+        """Return the number of each sample in the input, which counts skipped samples too."""
+        at = np.searchsorted(self.start, samples, side="right") - 1
+        return self.place[at] + samples - self.start[at]
+
+    def by_shard(self, samples: _Numbers) -> list[tuple[int, _Numbers, _Numbers]]:
+        """Return for each shard that has some of these samples: its number, and their numbers and indices."""
+        shard, index = self.find(samples)
+        return [(int(shard[group[0]]), samples[group], index[group]) for group in _by_shard(shard)]
 
 
 class _OpenShard:
@@ -187,7 +228,7 @@ class StoredBlocks(BlockSource):
         starts, stops, lengths = starts[order], stops[order], (stops - starts)[order]
         ends = np.cumsum(lengths)
         numbers = np.arange(ends[-1]) + np.repeat(stops - ends, lengths)
-        keys = numbers + np.repeat((samples << _ROW_BITS)[order] - begins[order], lengths)
+        keys = numbers + np.repeat((samples << ROW_BITS)[order] - begins[order], lengths)
         mask, selection = shard.mask(), self.selection
         wanted = None if mask is None else mask[numbers]
         if wanted is not None and not wanted.any():
@@ -217,38 +258,69 @@ class StoredBlocks(BlockSource):
 
     def read(self, samples: _Numbers, part: _Numbers, parts: int) -> RowChunk | None:
         """Return the selected rows of a part of each sample, ordered by their keys."""
-        chunks = [chunk for read in self.reads(samples, part, parts) if (chunk := read()) is not None]
-        if not chunks:
-            return None
-        keys = np.concatenate([chunk.keys for chunk in chunks])
-        order = np.argsort(keys, kind="stable")
-        rows = {
-            tap: [np.concatenate([rows for chunk in chunks for rows in chunk.rows[tap]])[order]] for tap in self.taps
-        }
-        contexts = [chunk.context for chunk in chunks if chunk.context is not None]
-        return RowChunk(keys[order], rows, RowBatch.join(contexts).take(order) if contexts else None)
+        return _merged([chunk for read in self.reads(samples, part, parts) if (chunk := read()) is not None])
+
+    def in_order(self, first: int = 0, last: int | None = None) -> Iterator[OrderedRows]:
+        """Yield the selected rows of the samples from number ``first`` to before ``last`` in the order of the data.
+
+        The shards of all streams are merged. What is held does not grow with the dataset: the next rows are loaded
+        while the caller uses some, and a long sample comes in several parts.
+        """
+        return iterate_ahead(self._load_in_order(first, self.samples if last is None else last), 1)
+
+    def _load_in_order(self, first: int, last: int) -> Iterator[OrderedRows]:
+        streams = len({stream.number for stream, _ in self._shards})
+        held = min(max(_GROUP_BYTES, streams * _STREAM_BYTES), _MOST_GROUP_BYTES)
+        most = max(1, held // max(16, self.row_bytes))
+        for begin in range(first, last, _WINDOW):
+            window = np.arange(begin, min(begin + _WINDOW, last))
+            lengths = self._per_sample(np.zeros((len(window), 1), np.int64), self._lengths, window)[:, 0]
+            for start, stop, parts in _cut(lengths, most):
+                samples = window[start:stop]
+                for part in range(parts):
+                    reads = self.reads(samples, np.full_like(samples, part), parts)
+                    chunks = [chunk for chunk in read_ahead(reads, self.threads) if chunk is not None]
+                    yield OrderedRows(samples, part, part + 1 == parts, _merged(chunks))
+
+    def notes(self, samples: _Numbers) -> list[tuple[int, dict[str, Any]]]:
+        """Return the stream and the note of each of these samples."""
+        found: dict[int, tuple[int, dict[str, Any]]] = {}
+        for number, wanted, indices in self._table.by_shard(samples):
+            shard = self._shard(number)
+            places = shard.reader.places_of(indices).tolist()
+            notes = shard.reader.notes
+            found.update((each, (shard.stream, notes[at])) for each, at in zip(wanted.tolist(), places, strict=True))
+        return [found[number] for number in samples.tolist()]
+
+    def places(self, samples: _Numbers) -> _Numbers:
+        """Return the number of each sample in the input, which counts skipped samples too."""
+        return self._table.places(samples)
 
     def counts(self, parts: int) -> _Numbers:
         if parts not in self._counts:
             found = np.zeros((self.samples, parts), np.int64)
-            self._counts[parts] = self._per_sample(found, partial(self._count, parts, selected=True))
+            call = partial(self._count, parts, selected=True)
+            self._counts[parts] = self._per_sample(found, call, np.arange(self.samples))
         return self._counts[parts]
 
     def data_order(self) -> tuple[_Numbers, _Numbers]:
-        lengths = self._per_sample(np.zeros((self.samples, 1), np.int64), partial(self._count, 1, selected=False))
-        return self._table.find(np.arange(self.samples))[1], lengths[:, 0]
+        samples = np.arange(self.samples)
+        lengths = self._per_sample(np.zeros((self.samples, 1), np.int64), self._lengths, samples)
+        return self._table.places(samples), lengths[:, 0]
+
+    def _lengths(self, number: int, indices: _Numbers) -> _Numbers:
+        return self._count(1, number, indices, selected=False)
 
     def digests(self) -> npt.NDArray[np.uint64]:
         """Return a hash of the tokens of each sample and of the positions that have rows."""
-        return self._per_sample(np.zeros(self.samples, np.uint64), self._digests)
+        return self._per_sample(np.zeros(self.samples, np.uint64), self._digests, np.arange(self.samples))
 
-    def _per_sample(self, found: _Array, call: Callable[[int, _Numbers], _Array]) -> _Array:
-        """Fill an array with what ``call`` returns for the samples of each shard, given by their indices."""
-        shards, indices = self._table.find(np.arange(self.samples))
-        groups = _by_shard(shards)
-        calls = (partial(call, int(shards[group[0]]), indices[group]) for group in groups)
-        for group, values in zip(groups, read_ahead(calls, self.threads), strict=True):
-            found[group] = values
+    def _per_sample(self, found: _Array, call: Callable[[int, _Numbers], _Array], samples: _Numbers) -> _Array:
+        """Fill an array with what ``call`` returns for consecutive samples of each shard, given by their indices."""
+        groups = self._table.by_shard(samples)
+        calls = (partial(call, shard, indices) for shard, _, indices in groups)
+        for (_, numbers, _), values in zip(groups, read_ahead(calls, self.threads), strict=True):
+            found[numbers - samples[0]] = values
         return found
 
     def _count(self, parts: int, number: int, indices: _Numbers, *, selected: bool) -> _Numbers:
@@ -285,6 +357,38 @@ class StoredBlocks(BlockSource):
                 old, _ = self._open.popitem(last=False)
                 self._open_bytes -= _held_bytes(self._shards[old][1])
         return found
+
+
+def _cut(lengths: _Numbers, most: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first, last + 1 and 1 for samples with at most ``most`` rows, or the number of parts of a longer sample."""
+    ends, begin = np.cumsum(lengths), 0
+    while begin < len(lengths):
+        parts = max(1, -(-int(lengths[begin]) // most))
+        before = int(ends[begin] - lengths[begin])
+        end = begin + 1 if parts > 1 else int(np.searchsorted(ends, before + most, side="right"))
+        yield begin, end, parts
+        begin = end
+
+
+def _merged(chunks: Sequence[RowChunk]) -> RowChunk | None:
+    """Return the rows of all chunks, ordered by their keys; None if there is none."""
+    if not chunks:
+        return None
+    keys = np.concatenate([chunk.keys for chunk in chunks])
+    (first, *others), every = chunks, (np.diff(keys) > 0).all()
+    if not others and every and all(len(arrays) == 1 for arrays in first.rows.values()):
+        return first
+    order = np.argsort(keys, kind="stable")
+    target = np.empty_like(order)
+    target[order] = np.arange(len(order))
+    rows = {}
+    for tap in first.rows:
+        arrays = [array for chunk in chunks for array in chunk.rows[tap]]
+        rows[tap] = [np.empty((len(keys), *arrays[0].shape[1:]), arrays[0].dtype)]
+        for array, at in zip(arrays, np.split(target, np.cumsum([len(array) for array in arrays[:-1]])), strict=True):
+            rows[tap][0][at] = array
+    contexts = [chunk.context for chunk in chunks if chunk.context is not None]
+    return RowChunk(keys[order], rows, RowBatch.join(contexts).take(order) if contexts else None)
 
 
 def _by_shard(shards: _Numbers) -> list[_Numbers]:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from spile.errors import ModelError, SpecError, SpileError, UserError, printable
 from spile.objects import Folder, open_folder
-from spile.reading.blocks import JointBlocks, StoredBlocks
+from spile.reading.blocks import JointBlocks, SampleTable, StoredBlocks
 from spile.reading.readers import ShuffledReaders
-from spile.reading.rows import BlockOptions, RowBatch, Selection, iterate, ref_of
+from spile.reading.rows import BlockOptions, RowBatch, Selection, rebatch, ref_of
 from spile.reading.samples import (
     RowChoice,
     RowPositions,
@@ -51,10 +51,14 @@ if TYPE_CHECKING:
     from spile.store.statistics import TapStatistics
 
 _OPEN_SHARDS = 64
+_NO_ROWS = RowBatch(np.zeros((0, 0), np.float32))
 
 
 class Dataset(Sequence[StoredSample], ShuffledReaders):
     """An open dataset: a sequence of samples in the order of the data, and readers of activation rows.
+
+    The order of the data is that of the input, whatever the number of streams, workers and machines; the streams of a
+    prepared folder (``--dataset-dir``) follow one another. Everything that enumerates samples or rows follows it.
 
     Ledgers are read once; open the dataset again to see later commits.
     """
@@ -85,20 +89,21 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         if isinstance(which, slice):
             return [self[place] for place in range(*which.indices(len(self)))]
         if isinstance(which, str):
-            return self.sample(*self._by_task_id(which))
+            which = self._by_task_id(which)
         return self.sample(*self.samples.address(which))
 
     @cached_property
-    def _task_ids(self) -> dict[str, tuple[int, int]]:
-        """The stream and index of the first sample with each task id; reads the headers of all shards."""
-        found: dict[str, tuple[int, int]] = {}
-        for stream, record in self._shards():
-            for note in self._open_shard(stream, record).notes:
-                place = (stream.number, int(note["index"]))
-                found[note["task_id"]] = min(found.get(note["task_id"], place), place)
+    def _task_ids(self) -> dict[str, int]:
+        """The number of the first sample with each task id; reads the headers of all shards."""
+        shards, found = self._shards(), dict[str, int]()
+        for shard, numbers, indices in SampleTable.of(shards).by_shard(np.arange(len(self))):
+            number_of = dict(zip(indices.tolist(), numbers.tolist(), strict=True))
+            for note in self._open_shard(*shards[shard]).notes:
+                number = number_of[int(note["index"])]
+                found[note["task_id"]] = min(found.get(note["task_id"], number), number)
         return found
 
-    def _by_task_id(self, task_id: str) -> tuple[int, int]:
+    def _by_task_id(self, task_id: str) -> int:
         if task_id not in self._task_ids:
             near = difflib.get_close_matches(task_id, self._task_ids, n=1)
             raise UserError(
@@ -113,7 +118,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
 
     @cached_property
     def samples(self) -> SampleList:
-        """References of all samples, stream by stream in the order of the data. Indexing reads one shard's header."""
+        """References of all samples in the order of the data. Indexing reads one shard's header."""
         return SampleList(self)
 
     def stream(self, number: int) -> Stream:
@@ -200,7 +205,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         streams: Iterable[int] | None = None,
         part: tuple[int, int] | None = None,
     ) -> Iterator[npt.NDArray[Any]]:
-        """Yield the rows of a tap in the order they are stored, ``[batch_rows, d]`` at a time.
+        """Yield the rows of a tap in the order of the data, ``[batch_rows, d]`` at a time.
 
         The last batch may be shorter. Only the bytes of this tap are read.
 
@@ -210,7 +215,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
             include: Keep only rows with any of these :class:`~spile.spec.sample.Role` bits.
             exclude: Leave out rows with any of these bits.
             streams: Read only these streams.
-            part: (k, n) reads every n-th shard, starting with shard k.
+            part: (k, n) reads the k-th of n parts of the samples, counted from 0.
         """
         options: dict[str, Any] = {"include": include, "exclude": exclude, "streams": streams, "part": part}
         return (batch.rows for batch in self.batches(tap, batch_rows, **options, context=False))
@@ -235,10 +240,12 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         first, step = part or (0, 1)
         if not 0 <= first < step:
             raise UserError("part", expected="(k, n) with k from 0 to n - 1", found=part)
-        records = self._shards((str(tap),), streams)[first::step]
-        # Not _open_shard: a pass over the dataset must not evict the shards that lookups use.
-        shards = ((stream.number, stream.open(record)) for stream, record in records)
-        return iterate(shards, str(tap), batch_rows, Selection(include, exclude), context=context)
+        options = BlockOptions(Selection(include, exclude), context, 1, streams)
+        source = self._source((str(tap),), options)
+        bounds = (source.samples * number // step for number in (first, first + 1))
+        chunks = (rows.chunk for rows in source.in_order(*bounds) if rows.chunk is not None)
+        parts = (replace(chunk.context or _NO_ROWS, rows=chunk.rows[str(tap)][0]) for chunk in chunks)
+        return rebatch(parts, batch_rows)
 
     @property
     def place(self) -> str:
@@ -289,7 +296,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         with self._lock:
             found = self._opened.pop(key, None) or stream.open(record)
             self._opened[key] = found
-            if len(self._opened) > _OPEN_SHARDS:
+            if len(self._opened) > max(_OPEN_SHARDS, 2 * len(self.streams)):  # Neighbours may be in all streams.
                 self._opened.popitem(last=False)
             return found
 

@@ -14,12 +14,12 @@ import pickle
 import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -31,20 +31,23 @@ from spile.data.manifest import put_file
 from spile.errors import DataError, SpecError, UserError
 from spile.objects import is_remote, open_folder
 from spile.objects.local import sync_folder, write_errors
+from spile.reading.blocks import StoredBlocks
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
-from spile.reading.rows import context_of
+from spile.reading.rows import BlockOptions, OrderedRows, Selection
 from spile.spec.options import check_number
 from spile.spec.positions import ALL
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Role
 from spile.spec.taps import Tap
 from spile.store.layout import METADATA
-from spile.store.shard_reader import ShardReader
 
 HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
 """What TransformerLens calls tap kinds."""
 _SLICE = 16_384  # rows that are converted at a time
+_NOTES = 1 << 14  # samples whose notes are read at a time
+_FILE_BYTES = 512 << 20
+"""Bytes after which a new pickle or Parquet file is begun. A pickle is held in memory."""
 _UNFINISHED = ".spile-export"
 
 _Array = npt.NDArray[Any]
@@ -75,18 +78,46 @@ class Export:
     progress: Callable[[int, int], None]
     """Is called with the number of finished rows or samples, and the total."""
 
+    @cached_property
+    def source(self) -> StoredBlocks:
+        """The rows of the samples that have these taps."""
+        return self.dataset._source(self.taps, BlockOptions(Selection(), True, 1, self.streams))
+
     @property
     def rows(self) -> int:
-        return sum(record.tokens for _, record in self.dataset._shards(self.taps, self.streams))
+        return self.source.rows
 
-    def shards(self) -> Iterator[ExportedShard]:
-        """Yield the shards that have these taps, in the order of streams and commits."""
-        total, done, numbers = self.rows, 0, Counter[int]()
-        for stream, record in self.dataset._shards(self.taps, self.streams):
-            numbers[stream.number] += 1
-            yield ExportedShard(self, stream.number, numbers[stream.number], stream.open(record))
-            done += record.tokens
-            self.progress(done, total)
+    def blocks(self) -> Iterator[ExportedBlock]:
+        """Yield the rows in the order of the data, as many at a time as memory allows."""
+        done = 0
+        for ordered in self.source.in_order():
+            yield ExportedBlock(self, ordered, self.source.notes(ordered.samples))
+            done += 0 if ordered.chunk is None else len(ordered.chunk.keys)
+            self.progress(done, self.rows)
+
+    def samples(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, _Array]]]:
+        """Yield number, stream, note and rows of each sample in the order of the data."""
+        parts: list[dict[str, _Array]] = []
+        for block in self.blocks():
+            bounds = np.searchsorted(block.sample_of_row, np.arange(len(block.notes) + 1))
+            rows = {tap: block.rows(tap) for tap in self.taps}
+            for place, (stream, note) in enumerate(block.notes):
+                parts.append({tap: each[slice(*bounds[place : place + 2])] for tap, each in rows.items()})
+                if block.ordered.last:
+                    joined = {tap: np.concatenate([part[tap] for part in parts]) for tap in self.taps}
+                    parts = []
+                    yield int(block.ordered.samples[place]), stream, note, joined
+
+    @cached_property
+    def kept_fields(self) -> dict[str, set[type]]:
+        """The types of the values of each field that was kept, in the headers of all shards."""
+        found: dict[str, set[type]] = {}
+        for first in range(0, self.source.samples, _NOTES):
+            samples = np.arange(first, min(first + _NOTES, self.source.samples))
+            for _, note in self.source.notes(samples):
+                for name, value in note.get("kept", {}).items():
+                    found.setdefault(name, set()).add(type(value))
+        return found
 
     def convert(self, rows: _Array, what: str) -> _Array:
         """Return rows in the dtype of the export.
@@ -109,30 +140,33 @@ class Export:
 
 
 @dataclass(frozen=True)
-class ExportedShard:
-    """One shard of an export."""
+class ExportedBlock:
+    """Consecutive rows of an export."""
 
     export: Export
-    stream: int
-    number: int
-    """Number of the shard in its stream, from 1."""
-    reader: ShardReader
+    ordered: OrderedRows
+    notes: list[tuple[int, dict[str, Any]]]
+    """The stream and the note of each sample."""
 
-    def rows(self, tap: str, start: int, stop: int) -> _Array:
-        """Return rows of a tap in the dtype of the export."""
-        return self.export.convert(self.reader.rows(tap, start, stop), f"{tap} in {self.reader.where}")
+    @cached_property
+    def sample_of_row(self) -> npt.NDArray[np.int64]:
+        return self.ordered.sample_of_row
 
-    def columns(self) -> Iterator[dict[str, _Array]]:
-        """Yield the rows in parts: the context of each row, its task id, and the row at each tap."""
-        task_ids = np.array([note["task_id"] for note in self.reader.notes], object)
-        task_ids = np.repeat(task_ids, np.diff(self.reader.read_tensor("offsets")))
-        for start in range(0, self.reader.record.tokens, _SLICE):
-            stop = min(start + _SLICE, self.reader.record.tokens)
-            known = context_of(self.stream, self.reader, start, stop)
-            names = ("stream", "sample", "position", "token", "role")
-            columns = {name: np.asarray(getattr(known, f"{name}s")) for name in names}
-            columns["task_id"] = task_ids[start:stop]
-            yield columns | {tap: self.rows(tap, start, stop) for tap in self.export.taps}
+    def rows(self, tap: str) -> _Array:
+        """Return the rows of a tap in the dtype of the export."""
+        chunk = self.ordered.chunk
+        if chunk is None:
+            return np.zeros((0, self.export.source.types()[tap][1]), self.export.dtype)
+        return self.export.convert(chunk.rows[tap][0], f"{tap} in {self.export.dataset.root.url}")
+
+    def columns(self) -> dict[str, _Array]:
+        """Return the context of each row, the number of its sample, and the row at each tap."""
+        known = None if self.ordered.chunk is None else self.ordered.chunk.context
+        assert known is not None  # noqa: S101  callers leave out blocks without rows
+        names = ("stream", "sample", "position", "token", "role")
+        columns = {name: np.asarray(getattr(known, f"{name}s")) for name in names}
+        columns["number"] = self.ordered.samples[self.sample_of_row]
+        return columns | {tap: self.rows(tap) for tap in self.export.taps}
 
 
 def export_dataset(
@@ -261,39 +295,49 @@ def _publish(folder: Path, final: Path, *, in_place: bool) -> None:
 
 
 def _write_pickles(export: Export, folder: Path, finished: Callable[[Path], None] = lambda _: None) -> int:
-    """Write one ``tpu_N/shard_NNNN.pkl.gz`` for each stored shard, as the loaders of earlier scripts read them.
+    """Write ``tpu_N/shard_NNNN.pkl.gz`` as the loaders of earlier scripts read them, in the order of the data.
 
-    Each is ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. ``tpu_N/metadata.json`` lists them;
-    it is written last. ``finished`` is called with each file.
+    Each is ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. N is the number of a prepared
+    stream; streams that are parts of one input are written as one, ``tpu_0``, with the numbers of the input.
+    ``tpu_N/metadata.json`` lists the files; it is written last. ``finished`` is called with each file.
     """
     taps = {Tap.parse(tap).layer: tap for tap in export.taps}
     if len(taps) != len(export.taps):
         expected = "one tap per layer, since it has one list per layer"
         raise UserError("--to pickle", expected=expected, found=", ".join(export.taps))
     listed: dict[int, list[dict[str, Any]]] = {}
-    for shard in export.shards():
-        path = folder / f"tpu_{shard.stream}" / f"shard_{shard.number:04d}.pkl.gz"
+    for number, samples in _pickle_groups(export):
+        path = folder / f"tpu_{number}" / f"shard_{len(listed.get(number, ())) + 1:04d}.pkl.gz"
         path.parent.mkdir(exist_ok=True)
         with gzip.open(path, "wb", compresslevel=1) as file:
-            pickle.dump({layer: _pickled_samples(shard, tap) for layer, tap in taps.items()}, file, protocol=4)
-        facts = {"shard_id": shard.number, "file": path.name, "samples": len(shard.reader.notes)}
-        facts |= {"tokens": shard.reader.record.tokens, "size": path.stat().st_size}
-        listed.setdefault(shard.stream, []).append(facts)
+            layers = {layer: [sample[tap] for sample in samples] for layer, tap in taps.items()}
+            pickle.dump(layers, file, protocol=4)
+        facts = {"shard_id": len(listed.get(number, ())) + 1, "file": path.name, "samples": len(samples)}
+        facts |= {"tokens": sum(len(each[export.taps[0]]["activation"]) for each in samples)}
+        listed.setdefault(number, []).append({**facts, "size": path.stat().st_size})
         finished(path)
-    for stream, shards in listed.items():
-        path = folder / f"tpu_{stream}" / METADATA
-        path.write_text(json.dumps(_pickle_metadata(export, stream, shards), indent=1) + "\n", encoding="utf-8")
+    for number, shards in listed.items():
+        path = folder / f"tpu_{number}" / METADATA
+        path.write_text(json.dumps(_pickle_metadata(export, number, shards), indent=1) + "\n", encoding="utf-8")
         finished(path)
     return export.rows
 
 
-def _pickled_samples(shard: ExportedShard, tap: str) -> list[dict[str, Any]]:
-    offsets, found = shard.reader.read_tensor("offsets").tolist(), []
-    for note, (start, stop) in zip(shard.reader.notes, pairwise(offsets), strict=True):
-        rows = shard.rows(tap, start, stop)
-        known = {"sample_idx": int(note["index"]), "activation": rows, "shape": rows.shape}
-        found.append({**known, "text_preview": note["preview"]})
-    return found
+def _pickle_groups(export: Export) -> Iterator[tuple[int, list[dict[str, dict[str, Any]]]]]:
+    """Yield for each file the number of its folder and its samples: by tap, what the file holds of each."""
+    streams = {stream.number: stream for stream in export.dataset.streams}
+    group: list[dict[str, dict[str, Any]]] = []
+    held = before = 0
+    for _, stream, note, rows in export.samples():
+        number, place = streams[stream].key(int(note["index"]))
+        if group and (held >= _FILE_BYTES or number != before):
+            yield before, group
+            group, held = [], 0
+        known = {"sample_idx": place, "text_preview": note["preview"]}
+        group.append({tap: {**known, "activation": each, "shape": each.shape} for tap, each in rows.items()})
+        held, before = held + sum(each.nbytes for each in rows.values()), number
+    if group:
+        yield before, group
 
 
 def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) -> dict[str, Any]:
@@ -304,7 +348,7 @@ def _pickle_metadata(export: Export, number: int, shards: list[dict[str, Any]]) 
         "total_samples": sum(shard["samples"] for shard in shards),
         "total_shards": len(shards),
         "shards": shards,
-        "dataset_path": export.dataset.stream(number).record.identity.data,
+        "dataset_path": export.dataset.streams[0].record.identity.data,
         "model_path": run.model,
         "layers": sorted(layer for tap in export.taps if (layer := Tap.parse(tap).layer) is not None),
         "taps": list(export.taps),
@@ -336,23 +380,35 @@ def _export_to_bucket(export: Export, output: str) -> Exported:
 
 
 def _write_npy(export: Export, folder: Path) -> int:
-    """Write ``<tap>.npy`` [rows, d]; stream, sample, position, token and role of each row; and ``samples.jsonl``."""
+    """Write ``<tap>.npy`` [rows, d]; the context of each row; ``offsets.npy``, the first row of each sample and the
+    number of all rows; and ``samples.jsonl`` with a line for each sample.
+    """
     files: dict[str, IO[bytes]] = {}
+
+    def append(name: str, column: _Array, length: int) -> None:
+        if name not in files:
+            # Not a memory map: a disk that fills up would end the process with SIGBUS.
+            files[name] = stack.enter_context((folder / f"{name}.npy").open("wb"))
+            shape = (length, *column.shape[1:])
+            layout = {"descr": dtype_to_descr(column.dtype), "fortran_order": False, "shape": shape}
+            write_array_header_1_0(files[name], layout)
+        files[name].write(np.ascontiguousarray(column).data)
+
     with ExitStack() as stack:
         notes = stack.enter_context((folder / "samples.jsonl").open("w", encoding="utf-8"))
-        for shard in export.shards():
-            for columns in shard.columns():
-                del columns["task_id"]  # It is in samples.jsonl.
-                for name, column in columns.items():
-                    if name not in files:
-                        # Not a memory map: a disk that fills up would end the process with SIGBUS.
-                        files[name] = stack.enter_context((folder / f"{name}.npy").open("wb"))
-                        shape = (export.rows, *column.shape[1:])
-                        layout = {"descr": dtype_to_descr(column.dtype), "fortran_order": False, "shape": shape}
-                        write_array_header_1_0(files[name], layout)
-                    files[name].write(np.ascontiguousarray(column).data)
-            for note in shard.reader.notes:
-                notes.write(json.dumps({"stream": shard.stream, **note}, ensure_ascii=False) + "\n")
+        done = 0
+        append("offsets", np.zeros(1, np.int64), export.source.samples + 1)
+        for block in export.blocks():
+            if len(block.sample_of_row):
+                for name, column in block.columns().items():
+                    append(name, column, export.rows)
+            done += len(block.sample_of_row)
+            if not block.ordered.last:
+                continue
+            ends = np.searchsorted(block.sample_of_row, np.arange(len(block.notes)), side="right")
+            append("offsets", done - len(block.sample_of_row) + ends, export.source.samples + 1)
+            for stream, note in block.notes:
+                notes.write(json.dumps({"stream": stream, **note}, ensure_ascii=False) + "\n")
     return export.rows
 
 
@@ -364,35 +420,56 @@ def _package(name: str) -> Any:
         raise UserError(f"this export needs {name}", fix=f"run: pip install {extra}") from error
 
 
-def _record_batches(shard: ExportedShard) -> Iterator[Any]:
-    """Yield a shard as Arrow record batches, with a list of fixed size for each tap."""
+def _record_batches(export: Export) -> Iterator[Any]:
+    """Yield Arrow record batches: the context of each row, the kept fields of its sample, and a list for each tap."""
     arrow = _package("pyarrow")
-    for columns in shard.columns():
+    for block in export.blocks():
+        if not len(block.sample_of_row):
+            continue
+        columns, rows = block.columns(), arrow.array(block.sample_of_row)
         arrays = {name: arrow.array(column.reshape(-1)) for name, column in columns.items()}
-        for tap in shard.export.taps:
+        for tap in export.taps:
             arrays[tap] = arrow.FixedSizeListArray.from_arrays(arrays[tap], columns[tap].shape[1])
+        notes = [note for _, note in block.notes]
+        fields = {"task_id": arrow.array([note["task_id"] for note in notes], arrow.string()).take(rows)}
+        for name, kinds in export.kept_fields.items():
+            values = [note.get("kept", {}).get(name) for note in notes]
+            column = f"kept.{name}" if name in arrays or name in fields else name
+            fields[column] = _kept_column(values, kinds - {type(None)}).take(rows)
+        arrays = {**{name: arrays.pop(name) for name in [*arrays] if name not in export.taps}, **fields, **arrays}
         yield arrow.record_batch(list(arrays.values()), names=list(arrays))
 
 
+def _kept_column(values: list[Any], kinds: set[type]) -> Any:
+    """Return a column of numbers or texts; values of several types, lists and objects as JSON."""
+    arrow = _package("pyarrow")
+    whole = all(not isinstance(value, int) or abs(value) < 1 << 63 for value in values)
+    plain = {frozenset({bool}): arrow.bool_(), frozenset({int}): arrow.int64(), frozenset({float}): arrow.float64()}
+    found = {**plain, frozenset({int, float}): arrow.float64(), frozenset({str}): arrow.string()}.get(frozenset(kinds))
+    if found is not None and whole:
+        return arrow.array(values, found)
+    return arrow.array([None if value is None else json.dumps(value) for value in values], arrow.string())
+
+
 def _write_parquet(export: Export, folder: Path) -> int:
-    """Write ``stream_N-NNNN.parquet`` for each stored shard, one row per token."""
-    parquet = _package("pyarrow.parquet")
-    for shard in export.shards():
-        batches = _record_batches(shard)
-        first = next(batches, None)
-        if first is None:
-            continue  # The shard has samples without rows.
-        path = folder / f"stream_{shard.stream}-{shard.number:04d}.parquet"
-        # Activations do not compress, and trying costs more than writing them.
-        with parquet.ParquetWriter(path, first.schema, compression="none", use_dictionary=["task_id"]) as writer:
-            for batch in chain([first], batches):
-                writer.write_batch(batch)
+    """Write ``rows-00000.parquet``, …, one row per token; the names of the files have the order of the data."""
+    parquet, writer, held, count = _package("pyarrow.parquet"), None, 0, 0
+    with ExitStack() as stack:
+        for batch in _record_batches(export):
+            if writer is None or held >= _FILE_BYTES:
+                stack.close()
+                path = folder / f"rows-{count:05d}.parquet"
+                # Activations do not compress, and trying costs more than writing them.
+                opened = parquet.ParquetWriter(path, batch.schema, compression="none", use_dictionary=["task_id"])
+                writer, held, count = stack.enter_context(opened), 0, count + 1
+            writer.write_batch(batch)
+            held += batch.nbytes
     return export.rows
 
 
 def _write_hf(export: Export, folder: Path) -> int:
     """Write a folder that ``datasets.load_from_disk`` opens, one row per token."""
-    return _save_dataset(chain.from_iterable(map(_record_batches, export.shards())), folder)
+    return _save_dataset(_record_batches(export), folder)
 
 
 def _write_saelens(export: Export, folder: Path) -> int:

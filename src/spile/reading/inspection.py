@@ -290,7 +290,8 @@ class Comparison:
 def compare_datasets(
     a: Dataset, b: Dataset, taps: Sequence[str] | None = None, *, samples: int | None = None
 ) -> Comparison:
-    """Compare the rows of the same samples in two datasets. Samples are matched by stream and index.
+    """Compare the rows of the same samples in two datasets. Samples are matched by their number in the input or, in
+    prepared streams, by stream and index.
 
     ``samples`` limits the comparison to this many samples, spread over the data.
     """
@@ -299,14 +300,14 @@ def compare_datasets(
     wanted = [tap for tap in (taps or a.taps) if tap in b.taps]
     if not wanted:
         raise UserError("taps", expected=f"a tap of both datasets, such as {', '.join(a.taps[:3])}", found="none")
-    in_both = set(b.samples.addresses())
-    common = [address for address in a.samples.addresses() if address in in_both]
+    ours, theirs = a.samples.by_key, b.samples.by_key
+    common = [(address, theirs[key]) for key, address in ours.items() if key in theirs]
     if samples is not None:
         common = [common[place] for place in evenly_spaced(len(common), samples)]
     pairs: dict[str, list[tuple[_Array, _Array]]] = {tap: [] for tap in wanted}
     different, by_sample, same = [], [], 0
-    for address in common:
-        one, other = a.sample(*address), b.sample(*address)
+    for address, other_address in common:
+        one, other = a.sample(*address), b.sample(*other_address)
         if not np.array_equal(one.context, other.context) or not np.array_equal(one.positions, other.positions):
             different.append(one.task_id)
             continue

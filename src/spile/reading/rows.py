@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from spile.errors import UserError
-from spile.objects.folder import read_ahead
 from spile.objects.machine import local_cores
 
 if TYPE_CHECKING:
     from spile.reading.shuffle import ShufflePlan
     from spile.store.shard_reader import ShardReader
 
-_PIECE = 8 << 20  # bytes of one read, approximately
-_DEPTH = 8  # reads that run, or wait with their rows, while one piece is consumed
+ROW_BITS = 32
+"""The lower bits of the key of a row: its place in its sample. The others are the number of the sample."""
 _READ_BYTES = 4 << 20  # bytes that one call of a shuffled reader reads and checks, approximately
 _BUCKET_THREADS = 16
 _DISK_THREADS = 4
@@ -266,18 +265,11 @@ def _content(value: Any, depth: int = 8) -> str:
     return repr(value) if value is None or isinstance(value, bool | int | float | str | bytes) else type(value).__name__
 
 
-def iterate(
-    shards: Iterable[tuple[int, ShardReader]],
-    tap: str,
-    batch_rows: int,
-    selection: Selection,
-    *,
-    context: bool,
-) -> Iterator[RowBatch]:
-    """Yield batches of ``batch_rows`` rows over all shards; the last batch may be shorter."""
+def rebatch(parts: Iterable[RowBatch], batch_rows: int) -> Iterator[RowBatch]:
+    """Yield the rows of all parts in batches of ``batch_rows``; the last batch may be shorter."""
     waiting: list[RowBatch] = []
     held = 0
-    for part in read_ahead(_reads(shards, tap, selection, context), _DEPTH):
+    for part in parts:
         if not len(part):
             continue
         waiting.append(part)
@@ -290,34 +282,6 @@ def iterate(
             waiting, held = ([rest], len(rest)) if len(rest) else ([], 0)
     if waiting:
         yield RowBatch.join(waiting)
-
-
-def _reads(
-    shards: Iterable[tuple[int, ShardReader]], tap: str, selection: Selection, context: bool
-) -> Iterator[Callable[[], RowBatch]]:
-    """Yield one call for each piece of each shard. Shards are opened by the calls, so several at the same time."""
-    step = 0
-    for stream, shard in shards:
-        if not step:
-            # The rows of a chunk are checked together, so pieces of whole chunks are read once.
-            dtype, columns = shard.row_type(tap)
-            chunk = shard.chunk_rows(tap)
-            step = max(1, _PIECE // (chunk * max(1, dtype.itemsize * columns))) * chunk
-        for first in range(0, shard.record.tokens, step):
-            last = min(first + step, shard.record.tokens)
-            yield partial(_read, stream, shard, tap, first, last, selection, context)
-
-
-def _read(
-    stream: int, shard: ShardReader, tap: str, first: int, last: int, selection: Selection, context: bool
-) -> RowBatch:
-    if selection.by_metadata:
-        wanted = selection.mask(stream, shard, first, last)
-        if not wanted.any():
-            return RowBatch(np.empty((0, 0), np.float32))
-    rows = shard.rows(tap, first, last)
-    part = replace(context_of(stream, shard, first, last), rows=rows) if context else RowBatch(rows)
-    return part.take(wanted) if selection.by_metadata else part
 
 
 class ReaderClosed(Exception):
@@ -337,6 +301,24 @@ class RowChunk(NamedTuple):
 
 Read = Callable[[], RowChunk | None]
 """Reads rows; None: no row is selected. Several may run at the same time, in threads."""
+
+
+class OrderedRows(NamedTuple):
+    """Rows of consecutive samples in the order of the data, or of a part of one sample."""
+
+    samples: _Numbers
+    """The numbers of the samples, counted from 0 in the order of the data."""
+    part: int
+    """The number of the part; 0 unless the sample was divided."""
+    last: bool
+    """Whether the samples have no rows after these."""
+    chunk: RowChunk | None
+
+    @property
+    def sample_of_row(self) -> _Numbers:
+        """The place in ``samples`` of each row's sample."""
+        keys = np.zeros(0, np.int64) if self.chunk is None else self.chunk.keys
+        return np.searchsorted(self.samples, keys >> ROW_BITS)
 
 
 class RowGroup(NamedTuple):
@@ -361,7 +343,7 @@ class BlockOptions(NamedTuple):
 class BlockSource:
     """Rows of some taps, read in blocks: from stored shards, or from a running model.
 
-    Samples are numbered in the order of streams and sample indices. A source that has its own :meth:`groups` needs
+    Samples are numbered in the order of the data. A source that has its own :meth:`groups` needs
     neither :meth:`reads` nor :meth:`counts` nor :meth:`data_order`: it has the order of the data only.
     """
 
@@ -392,7 +374,7 @@ class BlockSource:
         raise NotImplementedError
 
     def data_order(self) -> tuple[_Numbers, _Numbers]:
-        """Return the index in its stream and the number of rows, before the selection, of each sample."""
+        """Return the number in the input and the number of rows, before the selection, of each sample."""
         raise NotImplementedError
 
     @property

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
-from itertools import chain, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
@@ -236,7 +235,7 @@ class StoredSample(SampleRows):
 
 
 class SampleList(Sequence[SampleRef]):
-    """The references of all samples, stream by stream in the order of the data. Headers are read on demand."""
+    """The references of all samples in the order of the data. Headers are read on demand."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset, shards = dataset, dataset._shards()
@@ -266,6 +265,12 @@ class SampleList(Sequence[SampleRef]):
         """Return the stream and the index of the samples at these places, or of all samples."""
         shard, index = self._table.find(np.arange(len(self)) if places is None else places)
         return list(zip(self._streams[shard].tolist(), index.tolist(), strict=True))
+
+    @cached_property
+    def by_key(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Stream and index of each sample, in order, by a key that two datasets of the same input share."""
+        streams = {stream.number: stream for stream in self._dataset.streams}
+        return {streams[number].key(index): (number, index) for number, index in self.addresses()}
 
     def __repr__(self) -> str:
         return f"<{counted(len(self), 'sample')} of {self._dataset.root.url}>"
@@ -370,19 +375,22 @@ def sample_labels(dataset: Dataset, name: str, choice: RowChoice) -> _Array:
 
 def _of_samples(
     dataset: Dataset,
-    shards: Iterable[tuple[Stream, ShardRecord]],
+    shards: Sequence[tuple[Stream, ShardRecord]],
     read: Callable[[ShardReader], Sequence[_Found]],
 ) -> list[_Found]:
     """Return what ``read`` returns for each sample of each shard, in the order of the data."""
+    table = SampleTable.of(shards)
+    groups = table.by_shard(np.arange(table.start[-1]))
+    found: dict[int, _Found] = {}
 
-    def of_shard(stream: Stream, record: ShardRecord) -> list[tuple[int, int, _Found]]:
-        shard = dataset._open_shard(stream, record)
-        index = shard.read_tensor("sample_index").tolist()
-        return [(stream.number, *each) for each in zip(index, read(shard), strict=True)]
+    def of_shard(shard: ShardReader, indices: _Array) -> list[_Found]:
+        values = read(shard)
+        return [values[place] for place in shard.places_of(indices).tolist()]
 
-    calls = (partial(of_shard, *shard) for shard in shards)
-    found = chain.from_iterable(read_ahead(calls, _SHARDS_AT_ONCE))
-    return [value for _, _, value in sorted(found, key=itemgetter(0, 1))]
+    calls = (partial(of_shard, dataset._open_shard(*shards[shard]), indices) for shard, _, indices in groups)
+    for (_, numbers, _), values in zip(groups, read_ahead(calls, _SHARDS_AT_ONCE), strict=True):
+        found.update(zip(numbers.tolist(), values, strict=True))
+    return [found[number] for number in range(len(found))]
 
 
 def _chosen_rows(shard: ShardReader, choice: RowChoice) -> list[_Array]:

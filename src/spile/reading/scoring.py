@@ -7,7 +7,7 @@ from spile.data.arc.encoders import parse_encoder
 from spile.data.arc.grids import Grid, Task
 from spile.errors import DataError, UserError
 from spile.objects import open_folder
-from spile.store.predictions import read_answers
+from spile.store.predictions import read_all_answers
 from spile.store.run import read_run
 from spile.store.stored_stream import open_streams
 
@@ -22,16 +22,16 @@ def score_run(root: str, reference: str | None, dataset: str | None) -> Score:
     if not run.answers_are_grids:
         raise UserError(f"the answers at {folder.url}", expected="outputs of ARC tasks", found=run.prompt.version)
     encoder = parse_encoder(run.prompt.encoder)
-    predictions, skipped = [], []
+    streams, skipped = open_streams(folder, run), []
     places = [] if dataset is None else [dataset]
-    for stream in open_streams(folder, run):
-        predictions += read_answers(stream.folder, stream.commits)
+    for stream in streams:
         skipped += [skip.task_id for commit in stream.commits for skip in commit.skipped]
         places += [] if dataset is not None else [stream.record.identity.data]
     tasks = _read_tasks(places, needed=reference is None)
     expected: dict[str, Grid] = {}
     for place in places if reference is None else [reference]:
         expected |= read_references(place)
+    predictions = (prediction for _, prediction in read_all_answers(streams))
     return score_answers(by_task(predictions, encoder), skipped, expected, tasks)
 
 

@@ -15,7 +15,7 @@ from spile.spec.run import FolderNames, GenerationSpec, PromptSpec
 from spile.spec.taps import SCALED, Tap, TapRows
 
 IN_TURN = "rows in turn"
-"""The split of a dataset whose streams read its rows in turn, instead of files of their own."""
+"""The name of the split of a dataset whose streams read their rows from it, instead of from files of their own."""
 _NOT_COMPARED = ("model", "revision", "adapter", "vocab_size", "steer", "folders")
 _DEFAULTS: dict[str, Any] = {
     "backend": "jax", "keep": (), "positions": ALL, "prompt.template_from": None, "steering": None,
@@ -123,6 +123,18 @@ class StreamIdentity:
     """For a streamed dataset: the number of rows that ``sha256`` covers. Commits hold the hashes of all rows."""
     revision: str | None = None
     """The commit of a dataset on the hub, which pins its content."""
+    turn: int | None = None
+    """The number of samples that a row of the input makes, if the streams of the split have its rows in turn: row r is
+    in stream r % streams. None: the stream is the whole input, or a prepared part of it."""
+
+    def place(self, stream: int, index: Any) -> Any:
+        """Return the number in the input of sample ``index`` of a stream, or the numbers of several.
+
+        Prepared streams are not parts of one input: there it is the index in the stream.
+        """
+        if self.turn is None or self.streams is None:
+            return index
+        return (index // self.turn * self.streams + stream) * self.turn + index % self.turn
 
     def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
         """Return the shape and dtype of each tap's stored rows, in the order of the taps."""
@@ -141,5 +153,5 @@ class StreamIdentity:
             "taps": [str(tap) for tap in self.taps],
             **({"shapes": {tap: list(shape) for tap, shape in self.shapes.items()}} if self.shapes else {}),
             **({} if self.head is None else {"head": self.head, "revision": self.revision}),
-            **({"streams": self.streams} if (self.split or "").startswith(IN_TURN) else {}),
+            **({} if self.turn is None else {"streams": self.streams, "turn": self.turn}),
         }

@@ -63,10 +63,10 @@ def last_content(roles: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp]:
 def choose_positions(
     text: str, seed: int, index: int, roles: npt.NDArray[np.uint8], first: int = 0, stop: int | None = None
 ) -> npt.NDArray[np.int32] | None:
-    """Return the sorted positions of sample ``index`` that are stored, or None for all. A mean is at the last token.
+    """Return the sorted positions of a sample that are stored, or None for all. A mean is at the last token.
 
-    Only positions from ``first`` to ``stop`` have rows. The choice depends only on the seed, the sample's number and
-    its length, so a sample that is computed again on another machine has the same positions.
+    ``index`` is its number in the input. Only positions from ``first`` to ``stop`` have rows. The choice depends
+    only on the seed, this number and the sample's length, so a sample that is computed again has the same positions.
     """
     if text == ALL:
         return None

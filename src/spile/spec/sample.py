@@ -50,6 +50,13 @@ class Sample:
     """The fields of the dataset row that the run stores; None if it stores none."""
     positions: npt.NDArray[np.int32] | None = None
     """The sorted positions of the tokens whose rows are stored; None stores all."""
+    place: int | None = None
+    """The number in the input, if other streams share it. What is drawn for a sample depends on it."""
+
+    @property
+    def number(self) -> int:
+        """The number in the input, which does not depend on the number of streams."""
+        return self.index if self.place is None else self.place
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,9 @@ from spile.store.layout import predictions_name
 from spile.store.ledger import Commit, PredictionsRecord, ShardRecord
 from spile.store.shard import POSITIONS
 from spile.store.shard_reader import ShardReader
+
+if TYPE_CHECKING:
+    from spile.store.stored_stream import Stream
 
 _MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, plus rounding."""
@@ -119,3 +123,13 @@ def read_answers(folder: Folder, commits: Iterable[Commit]) -> list[Prediction]:
     shards = [shard for commit in commits for shard in commit.shards]
     found = [prediction for shard in shards for prediction in read_predictions(folder, shard)]
     return sorted(found, key=lambda prediction: prediction.sample)
+
+
+def read_all_answers(streams: Iterable[Stream]) -> list[tuple[int, Prediction]]:
+    """Return the answers of several streams in the order of the data, each with the number of its stream."""
+    found = [
+        (stream.key(answer.sample), stream.number, answer)
+        for stream in streams
+        for answer in read_answers(stream.folder, stream.commits)
+    ]
+    return [(number, answer) for _, number, answer in sorted(found, key=itemgetter(0))]

@@ -118,11 +118,15 @@ class ShardReader:
 
     def place_of(self, index: int) -> int:
         """Return the place in this shard of the sample with this index in its stream."""
+        return int(self.places_of(index))
+
+    def places_of(self, indices: npt.ArrayLike) -> npt.NDArray[np.intp]:
+        """Return the places in this shard of the samples with these indices in their stream."""
         numbers = self.read_tensor("sample_index")
         with self._lock:
             if self._places is None:
                 self._places = np.argsort(numbers, kind="stable")
-        return int(self._places[np.searchsorted(numbers, index, sorter=self._places)])
+        return np.asarray(self._places[np.searchsorted(numbers, indices, sorter=self._places)])
 
     def context(self, place: int) -> npt.NDArray[np.int32]:
         """Return all tokens of the sample at this index of the shard, including those without rows."""

@@ -157,6 +157,17 @@ class Stream:
         return tuple(row for record in records for row in record.identity.rows(run))
 
     @property
+    def input_turns(self) -> tuple[int, int] | None:
+        """The number of streams that have the rows of one input in turn, and the samples of a row; None if alone."""
+        identity = self.record.identity
+        return None if identity.turn is None or identity.streams is None else (identity.streams, identity.turn)
+
+    def key(self, index: int) -> tuple[int, int]:
+        """Return a key of a sample that does not depend on the number of streams that share its input."""
+        identity = self.record.identity
+        return 0 if identity.turn is not None else self.number, int(identity.place(self.number, index))
+
+    @property
     def commits(self) -> tuple[Commit, ...]:
         # A cached_property of Python 3.11 has one lock for all objects, so streams would be read one after another.
         if self._commits is None:

@@ -356,4 +356,7 @@ def parse_stream(data: bytes, where: str) -> StreamRecord:
         identity = read_record(StreamIdentity, {"lines": None, "samples": None, **fields, "taps": taps})
         if (identity.lines is None) == (identity.head is None):
             raise ValueError("either the number of all rows or of the hashed first ones")
-        return read_record(StreamRecord, {**fields, "identity": identity})
+        record = read_record(StreamRecord, {**fields, "identity": identity})
+        if identity.turn is not None and not (0 <= record.worker_id < (identity.streams or 0) and identity.turn > 0):
+            raise ValueError("a stream with rows in turn is one of a number of streams")
+        return record

@@ -167,7 +167,7 @@ def test_known_test_outputs_stay_for_scoring(jsonl: Write, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"text": "x"}, {"task_id": "task_00000000", "text": "x"}),
+        ({"text": "x"}, {"task_id": "line-0", "text": "x"}),
         ({"id": "n", "text": "x"}, {"id": "n", "text": "x"}),
         ({"messages": [{"role": "user", "content": "x"}]}, None),
     ],
@@ -177,7 +177,7 @@ def test_texts_and_chats(row: dict[str, Any], line: dict[str, Any] | None, jsonl
     lines = (tmp_path / "s" / "stream_000.jsonl").read_text().splitlines()
     (made,) = [found for found in map(json.loads, lines) if isinstance(found, dict)]
     assert len(lines) == 2
-    assert made == (line or {"task_id": "task_00000000", **row})
+    assert made == (line or {"task_id": "line-0", **row})
     assert sum(json.loads((tmp_path / "s" / MANIFEST).read_text())["rejected"].values()) == 1
 
 

@@ -365,6 +365,7 @@ def test_an_export_that_fails_leaves_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(Export, "convert", failing)
+        patched.setattr("spile.reading.blocks._MOST_GROUP_BYTES", 1000)
         patched.setattr("spile.reading.export._SLICE", 64)
         with pytest.raises(KeyboardInterrupt):
             export_dataset(dataset, str(tmp_path / "out"), to=form, taps=taps, context_size=4)
@@ -420,9 +421,9 @@ def test_values_too_large_for_bfloat16_are_refused(tmp_path: Path) -> None:
     source = pickled(tmp_path / "a.pkl", rows=np.array([[1.0, 3.4e38, 2.0]], np.float32))
     import_pickles(str(source), open_folder(str(tmp_path / "root")), store_dtype="float32")
     spec = Export(open_dataset(str(tmp_path / "root")), ("residual.0",), "bfloat16", None, 128, None, lambda *_: None)
-    (shard,) = spec.shards()
+    (block,) = spec.blocks()
     with pytest.raises(DataError, match=r"--dtype bfloat16: 1 values of .*expected at most 3\.38953e\+38"):
-        shard.rows("residual.0", 0, 1)
+        block.rows("residual.0")
 
 
 def test_npy(dataset: Dataset, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from counting import Counting
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
-from spile.reading.rows import RowBatch, Selection, iterate
+from spile.reading.blocks import StoredBlocks
+from spile.reading.rows import BlockOptions, RowBatch, Selection, rebatch
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
@@ -99,8 +101,16 @@ def test_any_range_is_read_and_checked(
 
 
 def _read(shard: ShardReader) -> list[RowBatch]:
-    with patch("spile.reading.rows._PIECE", 100):
-        return list(iterate([(0, shard)], "residual.0", 3, Selection(), context=False))
+    with patch("spile.reading.blocks._GROUP_BYTES", 100):
+        return list(_batches(shard, "residual.0", 3))
+
+
+def _batches(shard: ShardReader, tap: str, batch_rows: int) -> Iterator[RowBatch]:
+    """Read the rows of a shard in order."""
+    options = BlockOptions(Selection(), context=False, window=1, streams=None)
+    stream: Any = SimpleNamespace(number=0, input_turns=None, open=lambda _record: shard)
+    found = StoredBlocks((tap,), [(stream, shard.record)], options).in_order()
+    return rebatch((RowBatch(rows.chunk.rows[tap][0]) for rows in found if rows.chunk is not None), batch_rows)
 
 
 @given(width=st.integers(1, 400_000), dtype=st.sampled_from(["float32", "bfloat16", "int8", "int32"]), data=st.data())
@@ -157,8 +167,8 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
     for tap, chunking, (_, rows) in zip(taps, cuts, made, strict=True):
         assert shard.chunk_rows(tap.name) == chunking.rows[tap.name]
         assert shard.chunk_bytes(tap.name) == (60 if tap.name == "residual.0" else 80)
-        with patch("spile.reading.rows._PIECE", 100):
-            parts = list(iterate([(0, shard)], tap.name, 7, Selection(), context=False))
+        with patch("spile.reading.blocks._GROUP_BYTES", 100):
+            parts = list(_batches(shard, tap.name, 7))
         np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
         np.testing.assert_array_equal(shard.rows(tap.name, 3, 17), rows[3:17])
 

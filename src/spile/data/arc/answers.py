@@ -49,9 +49,9 @@ def parse_answer(text: str, encoder: GridEncoder) -> Grid | None:
 
 
 def by_task(predictions: Iterable[Prediction], encoder: GridEncoder) -> dict[str, TaskAnswers]:
-    """Group answers by task and undo the augmentations of the variants."""
+    """Group answers, which are in the order of the data, by task and undo the augmentations of the variants."""
     tasks: dict[str, list[Prediction]] = defaultdict(list)
-    for prediction in sorted(predictions, key=lambda each: each.sample):
+    for prediction in predictions:
         tasks[prediction.task_id].append(prediction)
     return {name: _counted(name, given, encoder) for name, given in tasks.items()}
 

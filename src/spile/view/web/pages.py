@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from spile.data.arc.answers import Score, TaskScore
 from spile.errors import SpileError, UserError
+from spile.reading.blocks import SampleTable
 from spile.reading.dataset import Dataset
 from spile.reading.inspection import (
     compare_datasets,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 _PAGE = 500  # the largest number of samples in one answer
 _SEARCH_SECONDS = 1.0
+_SEARCHED = 2000  # samples that are searched at a time
 _MATCHES = 200
 _TOKENS = 256  # the most tokens of a layer × token view
 _VIEW_BYTES = 32e6
@@ -95,8 +98,8 @@ class Query:
     def dataset(self, name: str = "root") -> Dataset:
         return self.root(name).dataset()
 
-    def sample(self, root: str = "root") -> StoredSample:
-        return self.dataset(root).sample(self.number("stream"), self.number("index"))
+    def sample(self) -> StoredSample:
+        return self.dataset().sample(self.number("stream"), self.number("index"))
 
     def features(self) -> FeatureIndex:
         if self.viewer.features is None:
@@ -147,39 +150,52 @@ def sample_row(ref: SampleRef) -> list[Any]:
 
 
 def _search(dataset: Dataset, query: Query) -> _Answer:
-    """Search shard by shard for about a second. ``next`` continues the search in a later request."""
+    """Search in the order of the data for about a second. ``next`` continues the search in a later request."""
     wanted, role = query.text("find").lower(), query.text("role").upper()
     label, _, value = query.text("label").partition("=")
     low, high = query.number("min", 0), query.number("max", 999_999_999)
     if role and role not in Role.__members__:
         raise UserError("role", expected=f"one of {', '.join(Role.__members__).lower()}", found=role)
-    shards = dataset._shards()
-    rows, place, scanned = [], query.number("next", 0), 0
+    shards, total = dataset._shards(), len(dataset)
+    table, rows = SampleTable.of(shards), list[list[Any]]()
+    first = place = query.number("next", 0)
     end = time.monotonic() + _SEARCH_SECONDS
-    for stream, record in shards[place:]:
-        shard = dataset._open_shard(stream, record)
-        for number in _matches(shard, wanted, role, (low, high), whole=bool(query.text("whole")), dataset=dataset):
-            ref = ref_of(stream.number, shard, number)
-            if not label or str(ref.kept.get(label)) == value:
-                rows.append(sample_row(ref))
-        place, scanned = place + 1, scanned + record.count
-        if len(rows) >= _MATCHES or time.monotonic() > end:
-            break
-    return {"rows": rows, "scanned": scanned, "next": place if place < len(shards) else None}
+    while place < total and len(rows) < _MATCHES and time.monotonic() < end:
+        found = []
+        numbers = np.arange(place, min(place + _SEARCHED, total))
+        for number, samples, indices in table.by_shard(numbers):
+            stream, shard = shards[number][0], dataset._open_shard(*shards[number])
+            places = dict(zip(shard.places_of(indices).tolist(), samples.tolist(), strict=True))
+            whole = bool(query.text("whole"))
+            for each in _matches(shard, [*places], wanted, role, (low, high), whole=whole, dataset=dataset):
+                ref = ref_of(stream.number, shard, each)
+                if not label or str(ref.kept.get(label)) == value:
+                    found.append((places[each], sample_row(ref)))
+        rows += [row for _, row in sorted(found, key=itemgetter(0))]
+        place += len(numbers)
+    return {"rows": rows, "scanned": place - first, "next": place if place < total else None}
 
 
 def _matches(
-    shard: ShardReader, wanted: str, role: str, lengths: tuple[int, int], *, whole: bool, dataset: Dataset
+    shard: ShardReader,
+    places: list[int],
+    wanted: str,
+    role: str,
+    lengths: tuple[int, int],
+    *,
+    whole: bool,
+    dataset: Dataset,
 ) -> list[int]:
-    """Return the places of the samples in a shard that match."""
-    offsets = shard.read_tensor("offsets")
-    sizes = np.diff(offsets)
-    keep = (sizes >= lengths[0]) & (sizes <= lengths[1])
+    """Return those of these places of a shard whose samples match."""
+    offsets, chosen = shard.read_tensor("offsets"), np.array(places)
+    starts, stops = offsets[chosen], offsets[chosen + 1]
+    keep = (stops - starts >= lengths[0]) & (stops - starts <= lengths[1])
     if role:
         roles = shard.read_tensor("roles") & np.uint8(Role[role])
-        keep &= np.array([bool(roles[a:b].any()) for a, b in pairwise(offsets.tolist())], np.bool_)
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        keep &= np.array([bool(roles[a:b].any()) for a, b in bounds], np.bool_)
     found = []
-    for number in np.flatnonzero(keep).tolist():
+    for number in chosen[keep].tolist():
         note = shard.notes[number]
         text = f"{note['task_id']}\n{note['preview']}\n{' '.join(map(str, note.get('kept', {}).values()))}".lower()
         if wanted in text or (whole and wanted in dataset.decode(shard.context(number)).lower()):
@@ -365,7 +381,11 @@ def _compare(query: Query) -> _Answer:
 
 def _difference(query: Query) -> _Answer:
     """Return the distance of each token's row in two datasets, relative to the norm in the first, at every tap."""
-    one, two = query.sample(), query.sample("other")
+    one, other_samples = query.sample(), query.dataset("other").samples
+    address = other_samples.by_key.get(query.dataset().stream(one.ref.stream).key(one.ref.index))
+    if address is None:
+        raise UserError(f"the other dataset has no sample {one.task_id}")
+    two = query.dataset("other").sample(*address)
     first = query.number("first", 0)
     widths = tap_widths(query.dataset())
     shared = {tap: width for tap, width in widths.items() if tap in one.taps and tap in two.taps}
