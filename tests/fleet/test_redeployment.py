@@ -14,6 +14,7 @@ import pytest
 from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
+from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.reconcile import copy_history
 from spile.fleet.spec import FleetSpec, History
@@ -503,6 +504,51 @@ def test_machines_that_were_created_by_hand_are_launched_over_ssh_or_are_an_erro
     assert code == 1, text
     assert "tpu-us-central1-a-0: created without spile's startup script; the worker is started over ssh" in text
     assert "tpu-us-central1-a-0 in us-central1-a: failed" in text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("--create-tpus",),
+        (),
+        ("--launch", "ssh"),
+        ("--adopt", "tpu-us-central1-a-0"),
+        ("--monitor",),
+        ("--create-tpus", "--dry-run"),
+    ],
+)
+def test_a_machine_that_works_for_another_bucket_is_refused_by_name(
+    world: World, prompt: Prompt, how: tuple[str, ...]
+) -> None:
+    """Two fleets have the default name, and so have their machines."""
+    world.gcs.add_bucket("theirs")
+    assert prompt("tpu", "create", "--zones", A, "--workers-per-zone", 1)[0] == 0
+    client = CloudTpu(read_settings(None))
+    (node,) = client.nodes(A)
+    theirs = {**node.metadata, "spile-home": "gs://theirs/fleet/default"}
+    client.set_metadata(A, node.name, theirs)
+    code, text = prompt("deploy", *TASK, "--gcs-bucket", "b", "--zones", A, *how)
+    assert code == 2, text
+    assert "tpu-us-central1-a-0 in us-central1-a works for the fleet gs://theirs/fleet/default: expected" in text
+    assert "startup script" not in text
+    assert world.objects() == []
+    (left,) = client.nodes(A)
+    assert left.metadata == theirs
+    assert prompt("tpu", "delete", "--zones", A, "--yes")[0] == 0, "commands without a bucket have its machines"
+    assert client.nodes(A) == []
+
+
+def test_a_fleet_that_stops_leaves_the_machines_of_another_bucket(world: World, prompt: Prompt) -> None:
+    assert prompt(*PREPARE, *TASK)[0] == 0
+    assert prompt("tpu", "create", "--zones", A, "--workers-per-zone", 1)[0] == 0
+    client = CloudTpu(read_settings(None))
+    (node,) = client.nodes(A)
+    client.set_metadata(A, node.name, {**node.metadata, "spile-home": "gs://theirs/fleet/default"})
+    assert prompt("fleet", "stop", "gs://b/fleet/default", "--yes", "--interval", 0.1)[0] == 0
+    assert len(client.nodes(A)) == 1
+    client.set_metadata(A, node.name, {**node.metadata, "spile-home": "gs://b/fleet/default"})
+    assert prompt("fleet", "stop", "gs://b/fleet/default", "--yes", "--interval", 0.1)[0] == 0
+    assert client.nodes(A) == []
 
 
 def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:

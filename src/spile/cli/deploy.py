@@ -43,6 +43,7 @@ from spile.fleet.deploy import (
     prepare_bare_machines,
     publish,
     refuse_active_streams,
+    refuse_machines_of_others,
 )
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
@@ -161,6 +162,8 @@ def deploy(
     request = _Request(place, machines, flags, steps).complete(before if steps.skip_dataset else None)
     fleet = request.fleet(client, home, before)
     _check_request(client, fleet, request)
+    if not steps.skip_launch:
+        refuse_machines_of_others(client, fleet, home.folder.url)
     account, asker = fleet.machine.service_account, None if steps.skip_launch else client
     for line in check_access((bucket, request.root(bucket)), account, asker):
         log(line)

@@ -28,7 +28,7 @@ from spile.fleet.home import (
 )
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
-from spile.fleet.provider import NodeState, NotAllowed, Quota, QuotaLimit, Stage
+from spile.fleet.provider import NameTaken, NodeState, NotAllowed, Quota, QuotaLimit, Stage
 from spile.fleet.spec import FleetSpec, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
@@ -363,6 +363,20 @@ def _former_zones(home: FleetHome, fleet: FleetSpec) -> tuple[str, ...]:
 
 _LAUNCH = "spile-launch"
 """The metadata entry of a machine that has to be launched over ssh, because it booted without the startup script."""
+
+
+def refuse_machines_of_others(provider: CloudTpu, fleet: FleetSpec, home: str) -> None:
+    """Raise if a machine with the name of one of the workers belongs to a deployment in another bucket."""
+    names = {worker.name for worker in fleet.workers}
+    for node in list_nodes(provider, fleet.zones):
+        theirs = node.metadata.get("spile-home", home)
+        if node.name in names and theirs != home:
+            raise NameTaken(
+                f"{node.name} in {node.zone} works for the fleet {theirs}",
+                expected=f"a machine of {home}, or none of this name",
+                fix="give this fleet its own --fleet NAME and --name-prefix NAME, "
+                f"or end that one: spile fleet stop {theirs}",
+            )
 
 
 def prepare_bare_machines(provider: CloudTpu, fleet: FleetSpec, home: FleetHome) -> list[str]:

@@ -439,7 +439,7 @@ def pin_machines(provider: CloudTpu, fleet: FleetSpec, home: str) -> list[NodeRe
     def zone_work(zone: str) -> list[NodeResult]:
         failed = []
         for node in provider.nodes(zone):
-            if not owns(fleet.name, node) or node.metadata.get("spile-home", home) != home:
+            if not owns(fleet.name, node, home):
                 continue
             if node.metadata.get(PIN) == pin:
                 continue

@@ -98,6 +98,8 @@ def observe(
     history: History,
     health: Mapping[int, WorkerHealth],
     pool: Executor | None = None,
+    *,
+    home: str = "",
 ) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
     zones = fleet.possible_zones
@@ -108,6 +110,7 @@ def observe(
     asked = _each(pool, lambda each: _attempt(provider.operation, each.zone, each.operation), waiting)
     return Observed(
         fleet=fleet.name,
+        home=home,
         nodes=tuple(node for nodes in found.values() if isinstance(nodes, list) for node in nodes),
         unanswered={zone: error for zone, error in found.items() if isinstance(error, SpileError)},
         operations={each.name: each for each in asked if isinstance(each, Operation)},
@@ -169,12 +172,14 @@ def run_round(
     save: Callable[[History], None],
     may_create: bool = True,
     pool: Executor | None = None,
+    home: str = "",
 ) -> RoundResult:
     """Run one round: observe, decide and act. Without the lease it only observes.
 
     Requests are stored in the history before they are sent. If ``may_create`` is False, no machine is created.
+    Machines of a fleet of the same name with another ``home`` are not touched.
     """
-    observed = observe(fleet, provider, history, health, pool)
+    observed = observe(fleet, provider, history, health, pool, home=home)
     history = update_history(fleet, observed, history, clock())
     if not held():
         return RoundResult(observed, history)
@@ -426,6 +431,7 @@ class FleetMonitor:
             save=lambda history: self._home.write_history(history, number),
             may_create=self._may_create and self._unknown_deployment is None,
             pool=self._pool,
+            home=self._home.folder.url,
         )
         before, self._history = self._history, done.history
         lines = self._home.log(done.done, number, self._clock()) if number else []

@@ -235,8 +235,9 @@ def keep_numbers(workers: tuple[Worker, ...], before: tuple[Worker, ...]) -> tup
     return tuple(replace(each, id=known[each.name] if each.name in known else next(unused)) for each in workers)
 
 
-def owns(fleet: str, node: Node) -> bool:
-    return node.labels.get(FLEET_LABEL) == fleet
+def owns(fleet: str, node: Node, home: str = "") -> bool:
+    """Return whether a machine belongs to a fleet of this name; with ``home``, not to one of another bucket."""
+    return node.labels.get(FLEET_LABEL) == fleet and home in ("", node.metadata.get("spile-home", home))
 
 
 def worker_of(node: Node) -> int | None:
@@ -279,6 +280,8 @@ class Observed:
     operations: Mapping[str, Operation] = field(default_factory=dict)
     """The operations that the history waits for, by name."""
     health: Mapping[int, WorkerHealth] = field(default_factory=dict)
+    home: str = ""
+    """The fleet's folder. Machines of a fleet of the same name in another bucket are foreign."""
 
     @cached_property
     def own(self) -> dict[int, list[Node]]:
@@ -286,14 +289,14 @@ class Observed:
         found: dict[int, list[Node]] = {}
         for node in self.nodes:
             worker = worker_of(node)
-            if owns(self.fleet, node) and worker is not None:
+            if owns(self.fleet, node, self.home) and worker is not None:
                 found.setdefault(worker, []).append(node)
         return found
 
     @cached_property
     def foreign(self) -> frozenset[tuple[str, str]]:
         """The (zone, name) pairs of machines that do not belong to the fleet."""
-        return frozenset((node.zone, node.name) for node in self.nodes if not owns(self.fleet, node))
+        return frozenset((node.zone, node.name) for node in self.nodes if not owns(self.fleet, node, self.home))
 
     def health_of(self, worker: int) -> WorkerHealth:
         return self.health.get(worker, WorkerHealth())
