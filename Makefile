@@ -8,7 +8,7 @@ JOBS   ?= 3
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo fleet-demo test test-all real check bench fuzz soak peers-install peers docs docs-serve fresh-check image-check release-check base-image requirements clean
+.PHONY: help demo fleet-demo test test-all real check bench fuzz soak peers-install peers judges-install judges docs docs-serve fresh-check image-check release-check base-image requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -64,10 +64,13 @@ soak: $(VENV)/.ready  ## the randomized suites at full length
 	$(PYTEST) -m soak tests
 
 # On top of .venv, so that torch, jax, datasets and pandas are not installed twice.
-.venv-peers/.ready: $(VENV)/.ready
-	$(PYTHON) -m venv .venv-peers
+.venv-%/.shared: $(VENV)/.ready
+	$(PYTHON) -m venv .venv-$*
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
-	  > "$$(.venv-peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	  > "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
+
+.venv-peers/.ready: .venv-peers/.shared
 	.venv-peers/bin/pip install --quiet 'torch==2.13.0' 'sae-lens==6.54.12' 'torchdata==0.11.0' 'peft>=0.17' openai loguru pydantic-settings
 	# Their requirements pin inference servers and other versions of torch, which the loaders do not use.
 	.venv-peers/bin/pip install --quiet --no-deps 'speculators==0.9.0' 'hs-connectors==0.9.0' 'specforge==0.2.0'
@@ -77,6 +80,16 @@ peers-install: .venv-peers/.ready
 
 peers: peers-install  ## read our output with SAELens, torchdata, PEFT and others, in an environment of their own
 	.venv-peers/bin/python -m pytest -p no:cacheprovider tests/peers
+
+# Not in the environment of the peers: sae-lens needs an older transformer-lens.
+.venv-judges/.ready: .venv-judges/.shared
+	.venv-judges/bin/pip install --quiet 'torch==2.13.0' 'transformer-lens==4.3.0' 'interp-engine==1.14.2' 'nnsight==0.8.1'
+	@touch $@
+
+judges-install: .venv-judges/.ready
+
+judges: judges-install  ## compare our taps with interp-engine, TransformerLens and nnsight, in an environment of their own
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 .venv-judges/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadgroup tests/judges
 
 docs: $(VENV)/.ready  ## build the documentation site in build/site; every link must resolve
 	$(BIN)/python scripts/make_cli_reference.py
@@ -114,4 +127,4 @@ requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	else echo "uv is not installed: the requirements of fleet machines are unchanged"; fi
 
 clean:           ## remove everything that the targets made
-	rm -rf $(VENV) .venv-peers activations .bench build dist
+	rm -rf $(VENV) .venv-peers .venv-judges activations .bench build dist
