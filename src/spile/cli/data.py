@@ -143,6 +143,8 @@ def upload(*, bucket: str, prefix: str = "datasets", local_dir: Path = Path("dat
 
     done = upload_streams(local_dir, open_folder(url), report)
     log(f"{len(done.uploaded)} uploaded ({done.bytes:,} bytes), {len(done.skipped)} already there, in {done.url}")
+    if done.left_out:
+        log(f"not uploaded, because they are no streams: {', '.join(done.left_out)}")
     log(f"next: spile extract --dataset-dir {done.url} --worker-id 0 --model MODEL")
     return 0
 

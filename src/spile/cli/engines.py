@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from spile.spec.run import DataSpec, RunSpec
     from spile.store.parts import DatasetPart, RunParts
 
-_STREAMS = "streams"
-"""The folder in the output that contains the streams of ``--dataset``."""
 _STREAMS_PER_WORKER = 4
 """There are more streams than workers, so that all workers can share the streams of a slow or lost one."""
 _ROWS_PER_STREAM = 16
@@ -174,10 +172,11 @@ def _with_streams(flags: RunFlags, spec: RunSpec, runner: Engine, num_streams: i
     """
     from spile.data.manifest import read_manifest
     from spile.data.split import prepare_streams
+    from spile.store.layout import SPLIT
 
     if flags.dataset_dir is not None:
         return spec
-    place = f"{spec.output.rstrip('/')}/{_STREAMS}"
+    place = f"{spec.output.rstrip('/')}/{SPLIT}"
     files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
     known = read_manifest(open_folder(place))
     if known is not None:

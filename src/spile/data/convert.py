@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 
 from spile.data.arc.grids import task_problem
+from spile.data.manifest import ANSWERS, CHALLENGES
 from spile.data.rows import PAIRS, TOKENS, arc_task_id, rejected_line, row_id
 from spile.data.sources import RowRange, open_source
 from spile.data.tables import RowSource, SourceRow
@@ -198,7 +199,7 @@ def usable_rows(
             kind = kind or _kind(row.data, selection.column)
             item = _task(row, selection) if kind == "arc" else _plain(row, kind, selection.column)
             tally.samples += 1
-        except _Unusable as error:
+        except (_Unusable, DataError) as error:  # The id of a row may be no id.
             tally.reject(row, str(error), source, selection.bad_rows)
             if not keep_rejected:
                 continue
@@ -309,7 +310,6 @@ def check_result(tally: RowTally, names: DuplicateFinder, source: RowSource, sel
 
 
 Format = Literal["arc-jsonl", "arc-json"]
-CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
 
 
 @dataclass(frozen=True)

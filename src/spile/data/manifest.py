@@ -14,10 +14,13 @@ import orjson
 from spile.errors import DataError, untrusted
 from spile.objects import Folder, NotFound, read_chunks
 from spile.objects.folder import get_if_present
+from spile.objects.local import refuse_links
 from spile.spec.records import read_record
 from spile.spec.run import stream_file_number
 
 MANIFEST = "streams.json"
+CHALLENGES, ANSWERS = "arc_format_train.json", "test_outputs_train.json"
+"""The pair of files of an ARC challenge."""
 VERSION = 1
 
 
@@ -132,6 +135,8 @@ class Uploaded:
     skipped: tuple[str, ...]
     bytes: int
     """The size of the uploaded files."""
+    left_out: tuple[str, ...]
+    """Other files in the folder."""
 
 
 def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, int], None] | None = None) -> Uploaded:
@@ -169,6 +174,7 @@ def upload(local_dir: Path, folder: Folder, progress: Callable[[str, bool, int, 
         uploaded=tuple(sorted(path.name for path in uploaded)),
         skipped=tuple(sorted(path.name for path in skipped)),
         bytes=sum(path.stat().st_size for path in uploaded),
+        left_out=tuple(sorted(path.name for path in local_dir.iterdir() if path not in hashes)),
     )
 
 
@@ -176,7 +182,9 @@ def _local_files(folder: Path) -> dict[Path, str]:
     """Return the files to upload and their hashes; refuse a stream that differs from its entry in ``streams.json``."""
     if not folder.is_dir():
         raise DataError(f"no such folder: {folder}", fix="make streams first: spile data streams")
-    paths = sorted(path for path in folder.iterdir() if path.suffix in (".jsonl", ".json") and path.is_file())
+    written = (MANIFEST, CHALLENGES, ANSWERS)
+    paths = sorted(path for path in folder.iterdir() if path.suffix == ".jsonl" or path.name in written)
+    refuse_links(folder, paths)
     if not paths:
         raise DataError(
             f"{folder} holds no streams", expected="*.jsonl", found="none", fix="make them with: spile data streams"

@@ -111,6 +111,7 @@ class PromptBuilder:
     def _parse(self, row: Mapping[str, Any], place: str) -> tuple[dict[str, object] | None, Any]:
         """Return the fields to keep, and the row's task, messages, text, or token ids with their roles."""
         kind, column = self.spec.kind, self.spec.column
+        row_id(row, place)
         kept = select_kept_fields(row, self.keep, column, place)
         if kind == "arc":
             return kept, parse_task(row, place)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ SAMPLE_FIELDS = frozenset({"train", "test", "messages", "task_id", "id", TOKENS,
 """The fields that make a sample, which ``--keep '*'`` does not store again."""
 
 _REJECTED = "rejected row: "
+_EXACT = 2.0**53
+"""From here on, a floating-point number stands for several integers."""
 _FIELDS = 8
 """Number of fields of an unrecognised row that an error lists."""
 
@@ -56,22 +59,32 @@ def rejected_line(reason: str) -> bytes:
     return orjson.dumps(_REJECTED + reason)
 
 
-def row_id(row: Mapping[str, Any]) -> str | None:
-    """Return the row's ``task_id`` or ``id``, or None."""
+def row_id(row: Mapping[str, Any], place: str = "") -> str | None:
+    """Return the row's ``task_id`` or ``id``, or None. A number is written as in JSON.
+
+    Raises:
+        DataError: The id is a list or an object, or a number of so many digits that reading it as JSON has rounded it.
+
+    """
     for name in ("task_id", "id"):
         value = row.get(name)
-        if (isinstance(value, str) and value) or type(value) is int:
-            return str(value)
+        if value is None or value == "" or (isinstance(value, float) and not isfinite(value)):
+            continue
+        if isinstance(value, list | dict) or (isinstance(value, float) and abs(value) >= _EXACT):
+            expected = "a text, or a number that JSON keeps exactly"
+            where = f"{place}, its {name}" if place else name
+            raise DataError(where, expected=expected, found=_excerpt(value), fix="write the ids as texts")
+        return orjson.dumps(value).decode() if isinstance(value, bool | float) else str(value)
     return None
 
 
-def arc_task_id(row: Mapping[str, Any]) -> str:
+def arc_task_id(row: Mapping[str, Any], place: str = "") -> str:
     """Return the id of an ARC row: its own, else a hash of its content.
 
     A task's augmentations are derived from its id, so the id affects the tokens. The content, unlike the row number, is
     the same in the source and in every split of it.
     """
-    name = row_id(row)
+    name = row_id(row, place)
     if name is None:
         content = _to_json({key: row.get(key) for key in ("train", "test")})
         name = f"task-{blake2b(content, digest_size=6).hexdigest()}"
@@ -125,7 +138,7 @@ def _unknown(prompt: PromptSpec, row: Mapping[str, Any], place: str) -> DataErro
 
 def parse_task(row: Mapping[str, Any], place: str) -> Task:
     """Return the row's ARC task."""
-    name, problem = arc_task_id(row), task_problem(row)
+    name, problem = arc_task_id(row, place), task_problem(row)
     if problem is not None:
         raise DataError(f"{place}, task {name}", expected="an ARC task", found=problem)
     return Task(

@@ -19,6 +19,7 @@ from spile.data.lines import LineSource, embedded_tasks, first_bytes
 from spile.data.rows import MASK, PAIRS, SAMPLE_FIELDS, TOKENS, elements, plain_value, rejected_line, scalar_fields
 from spile.data.tables import Columns, Hub, Parquet, RowSource, SourceRow
 from spile.errors import DataError, RunMismatch, SpecError, StoreError
+from spile.objects.local import refuse_links
 from spile.spec.amounts import counted
 from spile.spec.identity import StreamIdentity
 from spile.spec.run import EMBEDDED, EVERY_FIELD, BadRows, DataSpec
@@ -360,18 +361,25 @@ def _open_folder(
 ) -> RowSource:
     """Open a folder: a dataset in the hub's layout, ARC files (``--split`` may name a subfolder), or text files."""
     data = next((file for kind in ("parquet", "jsonl") for file in path.rglob(f"*.{kind}")), None)
-    if data is not None:
+    if data is not None:  # The library of the hub chooses among all files that are not hidden, and follows links.
+        refuse_links(path, (file for file in path.rglob("*") if file.is_symlink() and not _is_hidden(file, path)))
         return Hub(str(path), split or "train", config_name, columns, folder=dataset)
     within = path if split is None else path / split
     tasks = sorted(within.glob("*.json")) or (sorted(path.glob("*/*.json")) if split is None else [])
     if tasks:
+        refuse_links(path, tasks)
         location = dataset if split is None else f"{dataset.rstrip('/')}/{split}"
         return FileFolder(within, tuple(tasks), location, column)
     texts = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md") and file.is_file())
     if not texts:
         expected = "*.json tasks, *.jsonl, *.parquet or *.txt files"
         raise DataError(f"{within} contains no dataset", expected=expected, found="none")
+    refuse_links(path, texts)
     return FileFolder(path, tuple(texts), dataset, column)
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _named_task(number: int, data: Any, name: str, place: str) -> SourceRow:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import Buffer
 
-from spile.errors import Damaged, StoreError
+from spile.errors import Damaged, DataError, StoreError
 from spile.objects.folder import NotFound, ObjectInfo, Stats, Unfinished, Unwritable, checked_key, is_valid_prefix
 
 _TEMPORARY = ".tmp-"
@@ -386,6 +386,24 @@ class LocalFolder:
                 yield from self._walk_folder(key, prefix, links, linked or entry.is_symlink())
             elif key.startswith(prefix):
                 yield key, entry, linked or entry.is_symlink()
+
+
+def refuse_links(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse files below a folder that are somewhere else, because a symbolic link leads there.
+
+    The folder itself may be a link: the user named it.
+    """
+    home, inside = folder.resolve(), set[Path]()
+    for file in files:
+        linked = file.is_symlink()
+        if file.parent in inside and not linked:
+            continue
+        found = file.resolve()
+        if not found.is_relative_to(home):
+            fix = "name that file or its folder, or copy the data with cp -rL"
+            raise DataError(f"{file} is a symbolic link out of {folder}", found=str(found), fix=fix)
+        if not linked:
+            inside.add(file.parent)
 
 
 def _is_first_visit(entry: os.DirEntry[str], links: set[tuple[int, int]]) -> bool:

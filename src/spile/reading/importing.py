@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from spile.errors import DataError
 from spile.objects import Folder
+from spile.objects.local import refuse_links
 from spile.spec.identity import RunIdentity, StreamIdentity
 from spile.spec.ranges import Ranges
 from spile.spec.run import PromptSpec, StoreDtype
@@ -305,6 +306,8 @@ def _pickle_files(source: str) -> list[Path]:
     found = [path] if path.is_file() else sorted(path.glob("**/*.pkl.gz")) + sorted(path.glob("**/*.pkl"))
     if not found:
         raise DataError(f"no pickle at {source}", expected="shard_0001.pkl.gz or a folder of such files")
+    if path.is_dir():
+        refuse_links(path, found)
     return found
 
 

@@ -30,6 +30,8 @@ ANSWERS = "answers.json"
 COMMITS = "commits/"
 CLAIMS = "claims/"
 INDEX = "index/"
+SPLIT = "streams"
+"""The folder of the input, split into streams, if a launcher has split it."""
 
 _ADDITION = re.compile(r"added_[0-9a-f]{8}")
 # The number of digits is limited, because code loops over the numbers that it finds.
@@ -43,6 +45,7 @@ _SHARD = re.compile(r"shard_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.safetensors", r
 _PREDICTIONS = re.compile(r"predictions_(\d{4,})-([a-z0-9]+)(?:-h(\d{2,}))?\.jsonl", re.ASCII)
 _CLAIM = re.compile(r"claims/(\d{4,9})/(\d{6,9})\.(json|released|done-[0-9a-f]{8})", re.ASCII)
 _INDEX = re.compile(r"index/\d{4,}\.json\.z", re.ASCII)
+_SPLIT = re.compile(r"streams/(?:streams\.json|stream_\d{3,9}\.jsonl)", re.ASCII)
 _ACCESS_CHECK = re.compile(r"\.spile-home-[0-9a-f]{16}")
 
 
@@ -56,7 +59,7 @@ class FileKind(StrEnum):
     DERIVED = "derived"
     """Overwritten, for people and launchers: ``spec.json``, ``metadata.json`` and all answers of a stream or a run."""
     LOCAL = "local"
-    """Of use only in this place: heartbeats, claims, the search for suspects, the index."""
+    """Of use only in this place: heartbeats, claims, the search for suspects, the index, the input of a launcher."""
 
 
 _ROOT_FILES = {
@@ -95,7 +98,7 @@ def parse_key(key: str) -> DatasetFile | None:
     top, _, rest = key.partition("/")
     if stream_number(top) is None:
         kind = _ROOT_FILES.get(key)
-        if kind is None and any(form.fullmatch(key) for form in (_CLAIM, _INDEX, _ACCESS_CHECK)):
+        if kind is None and any(form.fullmatch(key) for form in (_CLAIM, _INDEX, _SPLIT, _ACCESS_CHECK)):
             kind = FileKind.LOCAL
         return None if kind is None else DatasetFile(kind, "", key)
     added, name = split_addition(rest)

@@ -16,7 +16,7 @@ from spile.data.tokens import Tokenizer
 from spile.errors import DataError
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec
-from spile.spec.sample import Sample
+from spile.spec.sample import Sample, Skip
 
 Task = Callable[..., dict[str, Any]]
 Write = Callable[..., str]
@@ -75,3 +75,38 @@ def test_equal_tasks_without_ids_are_one_task_and_ids_that_stand_twice_are_refus
     named = jsonl([task("one"), task("one")])
     with pytest.raises(DataError, match=r"task id 'one' occurs twice .* found rows 0 and 1"):
         convert(named, tmp_path / "other", format="arc-json")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("7", "7"), ("7.5", "7.5"), ("7.0", "7.0"), ("-0.25", "-0.25"), ("true", "true"), ("false", "false"),
+        ("9223372036854775808", "9223372036854775808"), ("18446744073709551615", "18446744073709551615"),
+        ('"a b"', "a b"), ("null", "line-0"), ('""', "line-0"),
+    ],
+)  # fmt: skip
+def test_an_id_is_written_as_in_json(value: str, name: str, tmp_path: Path, chatml: Tokenizer) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"text": "one", "id": {value}}}\n')
+    (item,) = open_stream(DataSpec(dataset=str(tmp_path / "rows.jsonl")), chatml).read(Ranges())
+    assert item.task_id == name
+
+
+@pytest.mark.parametrize(
+    "value", ["123456789012345678901234567890", "1e300", "9007199254740993.0", "[1, 2]", '{"a": 1}']
+)
+@pytest.mark.parametrize("field", ["id", "task_id"])
+def test_an_id_that_cannot_be_kept_is_an_error_and_not_the_number_of_the_line(
+    value: str, field: str, tmp_path: Path, chatml: Tokenizer
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"text": "one", "id": "a"}}\n{{"text": "two", "{field}": {value}}}\n')
+    with pytest.raises(DataError, match=rf"line 2, its {field}: expected a text, or a number .*Write the ids as texts"):
+        open_stream(DataSpec(dataset=str(file)), chatml)
+    kept, skipped = open_stream(DataSpec(dataset=str(file), bad_rows="skip"), chatml).read(Ranges())
+    assert kept.task_id == "a"
+    assert isinstance(skipped, Skip)
+    assert skipped.reason == "bad row"
+    done = make_streams(str(file), tmp_path / "streams", 1, selection=RowSelection(bad_rows="skip"))
+    assert done.tally.samples == 1
+    (reason,) = done.tally.rejected
+    assert reason.startswith(f"{field}: expected a text")

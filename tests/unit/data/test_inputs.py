@@ -15,7 +15,7 @@ import pytest
 
 from spile.data.convert import RowSelection
 from spile.data.samples import open_stream
-from spile.data.sources import estimate_rows, open_input
+from spile.data.sources import estimate_rows, open_input, open_source
 from spile.data.split import make_streams
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import DataError, ModelError, SpecError
@@ -414,3 +414,25 @@ def test_a_huge_sample_is_refused(
         open_stream(spec, chatml)
     skipping = open_stream(replace(spec, bad_rows="skip"), chatml)
     assert [type(each).__name__ for each in skipping.read(Ranges())] == ["Sample", "Skip"]
+
+
+@pytest.mark.parametrize("shape", ["texts", "tasks", "tasks in a linked folder", "hub", "hub in a linked folder"])
+def test_a_link_does_not_bring_in_data_from_outside(shape: str, tmp_path: Path) -> None:
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    (data / "part").mkdir(parents=True)
+    outside.mkdir()
+    name = {"texts": "one.txt", "hub": "one.jsonl"}.get(shape.partition(" ")[0], "one.json")
+    content = b'{"train": [], "test": []}' if name == "one.json" else b'{"text": "mine"}\n'
+    (data / "part" / name).write_bytes(content)
+    (outside / f"secret{name}").write_bytes(content)
+    (data / "part" / f"again{name}").symlink_to(name)  # A link to a file of the folder brings in nothing.
+    if name != "one.json":  # A hidden folder of tasks is read, too.
+        (data / ".hidden").symlink_to(outside)
+    assert open_source(str(data), column="text").count() in (2, None)
+    link = data / ("linked" if "linked" in shape else f"part/two{name}")
+    link.symlink_to(outside if "linked" in shape else outside / f"secret{name}")
+    with pytest.raises(DataError, match=r"is a symbolic link out of .*data: found .*outside.*Name that file"):
+        open_source(str(data), column="text")
+    link.unlink()
+    (tmp_path / "named").symlink_to(data)
+    assert open_source(str(tmp_path / "named"), column="text").count() in (2, None)

@@ -141,3 +141,16 @@ def test_bad_folders(local: Path, tmp_path: Path) -> None:
     ):
         upload(local, folder)
     assert not (tmp_path / "b").exists()
+
+
+def test_only_streams_go_up_and_no_file_from_outside(local: Path, tmp_path: Path) -> None:
+    (local / "service-account.json").write_text("secret")
+    (local / ".env").write_text("secret")
+    done = upload(local, open_folder(str(tmp_path / "b")))
+    assert done.left_out == (".env", "service-account.json")
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {*done.uploaded}
+    (tmp_path / "secret").write_text("{}")
+    (local / "more.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match=r"more\.jsonl is a symbolic link out of .*: found .*secret\. Name that file"):
+        upload(local, open_folder(str(tmp_path / "c")))
+    assert not (tmp_path / "c").exists()

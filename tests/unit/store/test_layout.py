@@ -11,12 +11,12 @@ import spile
 from spile.objects import Folder, Unwritable, open_folder
 from spile.objects.mirror import MirrorFolder
 from spile.proof.verification import verify
-from spile.spec.run import BackfillSpec
+from spile.spec.run import BackfillSpec, stream_file
 from spile.spec.taps import parse_taps
 from spile.store.claims import ClaimBook
 from spile.store.cleanup import clear_stream, empty_commit
 from spile.store.index import group_key
-from spile.store.layout import DatasetFile, FileKind, access_check_name, commit_key, parse_key, stale_commit_key
+from spile.store.layout import SPLIT, DatasetFile, FileKind, access_check_name, commit_key, parse_key, stale_commit_key
 from spile.store.ledger import commit_numbers
 from world import produce
 
@@ -27,6 +27,8 @@ from world import produce
         ("run.json", DatasetFile(FileKind.RECORD, "", "run.json")),
         ("spec.json", DatasetFile(FileKind.DERIVED, "", "spec.json")),
         ("answers.json", DatasetFile(FileKind.LOCAL, "", "answers.json")),
+        ("streams/streams.json", DatasetFile(FileKind.LOCAL, "", "streams/streams.json")),
+        (f"{SPLIT}/{stream_file(1234)}", DatasetFile(FileKind.LOCAL, "", "streams/stream_1234.jsonl")),
         ("stream_5/stream.json", DatasetFile(FileKind.RECORD, "stream_5", "stream.json")),
         ("tpu_5/commits/0001.json", DatasetFile(FileKind.RECORD, "tpu_5", "commits/0001.json")),
         ("stream_5/commits/10000.json", DatasetFile(FileKind.RECORD, "stream_5", "commits/10000.json")),
@@ -49,7 +51,7 @@ def test_names_of_spile_are_known(key: str, expected: DatasetFile) -> None:
         "stream_0/commits/1.json", "stream_0/commits/0000.json", "stream_0/commits/00010.json", "stream_x/stream.json",
         "stream_0/commits/0001.json.bak", "stream_0/added_1f3a90c2/added_1f3a90c2/stream.json", "stream_0//stream.json",
         "stream_0/added_zz/stream.json", "stream_0/shard_0001-AB12.safetensors", "stream_0/shard_٠٠٠١-ab.safetensors",
-        "claims/0001/notes.txt", "index/x.json.z", "stream_0", "stream_0/", "",
+        "streams/notes.jsonl", "claims/0001/notes.txt", "index/x.json.z", "stream_0", "stream_0/", "",
     ],
 )  # fmt: skip
 def test_other_names_are_not(key: str) -> None:
