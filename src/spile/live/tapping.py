@@ -94,7 +94,7 @@ class TappedSample(SampleRows):
         self._tokenizer = lambda: tokenizer
         self.ref = SampleRef(
             0, sample.index, sample.task_id, sample.rows, sample.preview, sample.augmentation, sample.truncated,
-            sample.kept or {},
+            sample.kept or {}, sample.number,
         )  # fmt: skip
 
     def rows(self, tap: str | Tap) -> _Array:

@@ -20,6 +20,7 @@ from spile.reading.rows import (
     ROW_BITS,
     BlockOptions,
     BlockSource,
+    InputStream,
     OrderedRows,
     Read,
     RowBatch,
@@ -27,6 +28,7 @@ from spile.reading.rows import (
     Selection,
     context_of,
 )
+from spile.spec.identity import place_in_turn
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Sample
 from spile.store.ledger import ShardRecord
@@ -68,6 +70,9 @@ class MemoryShard:
         self.record = ShardRecord("", 0, 0, (0, 0), {}, indices, len(samples), sum(lengths))
 
     input_turns: tuple[int, int] | None = None
+
+    def place(self, index: Any) -> Any:
+        return index
 
     def open(self, _record: ShardRecord) -> MemoryShard:
         return self
@@ -118,7 +123,7 @@ class SampleTable(NamedTuple):
             number = begins[run] + np.arange(len(run)) - np.cumsum(ends - begins)[run] + (ends - begins)[run]
             first, last = np.maximum(first[run], number * turn), np.minimum(last[run], (number + 1) * turn)
             stream, shard = stream[run], shard[run]
-            place = (number * streams + stream) * turn + first % turn
+            place = place_in_turn(first, stream, streams, turn)
             order = np.argsort(place, kind="stable")
         else:
             place, order = first, np.lexsort((first, stream))
@@ -144,7 +149,7 @@ class SampleTable(NamedTuple):
 class _OpenShard:
     """An open shard, the order of its samples by index, and which of its rows are selected."""
 
-    def __init__(self, stream: int, reader: ShardReader, selection: Selection, window: int) -> None:
+    def __init__(self, stream: InputStream, reader: ShardReader, selection: Selection, window: int) -> None:
         self.stream, self.reader = stream, reader
         self._selection, self._window = selection, window
         self._sorter: _Numbers | None = None
@@ -282,19 +287,15 @@ class StoredBlocks(BlockSource):
                     chunks = [chunk for chunk in read_ahead(reads, self.threads) if chunk is not None]
                     yield OrderedRows(samples, part, part + 1 == parts, _merged(chunks))
 
-    def notes(self, samples: _Numbers) -> list[tuple[int, dict[str, Any]]]:
-        """Return the stream and the note of each of these samples."""
-        found: dict[int, tuple[int, dict[str, Any]]] = {}
+    def notes(self, samples: _Numbers) -> list[dict[str, Any]]:
+        """Return the note of each of these samples, with its stream and its number in the input."""
+        found: dict[int, dict[str, Any]] = {}
         for number, wanted, indices in self._table.by_shard(samples):
-            shard = self._shard(number)
-            places = shard.reader.places_of(indices).tolist()
-            notes = shard.reader.notes
-            found.update((each, (shard.stream, notes[at])) for each, at in zip(wanted.tolist(), places, strict=True))
+            stream, reader = self._shard(number).stream, self._shard(number).reader
+            places, at = stream.place(indices).tolist(), reader.places_of(indices).tolist()
+            for sample, place, each in zip(wanted.tolist(), places, at, strict=True):
+                found[sample] = {"stream": stream.number, "place": place, **reader.notes[each]}
         return [found[number] for number in samples.tolist()]
-
-    def places(self, samples: _Numbers) -> _Numbers:
-        """Return the number of each sample in the input, which counts skipped samples too."""
-        return self._table.places(samples)
 
     def counts(self, parts: int) -> _Numbers:
         if parts not in self._counts:
@@ -350,7 +351,7 @@ class StoredBlocks(BlockSource):
             found = self._open.pop(number, None)
             if found is None:
                 reader = cast(ShardReader, stream.open(record))
-                found = _OpenShard(stream.number, reader, self.selection, self.window)
+                found = _OpenShard(stream, reader, self.selection, self.window)
                 self._open_bytes += _held_bytes(record)
             self._open[number] = found
             while self._open_bytes > _OPEN_BYTES and len(self._open) > 1:

@@ -136,7 +136,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         if record is not None:
             shard = self._open_shard(source, record)
             place = shard.place_of(index)
-            ref = ref_of(source.number, shard, place)
+            ref = ref_of(source, shard, place)
             return StoredSample(shard, place, ref, source.taps, lambda: self.tokenizer)
         why = "it was skipped" if index in source.skipped else "it is not stored"
         raise UserError(f"no sample {index} in stream {stream} of {self.root.url}", found=why)
@@ -231,7 +231,7 @@ class Dataset(Sequence[StoredSample], ShuffledReaders):
         part: tuple[int, int] | None = None,
         context: bool = True,
     ) -> Iterator[RowBatch]:
-        """Yield the same rows as :meth:`rows`, each with its token, role, stream, sample and position.
+        """Yield the same rows as :meth:`rows`, each with its token, role, stream, sample, position and place.
 
         ``context=False`` leaves these out.
         """

@@ -95,18 +95,18 @@ class Export:
             done += 0 if ordered.chunk is None else len(ordered.chunk.keys)
             self.progress(done, self.rows)
 
-    def samples(self) -> Iterator[tuple[int, int, dict[str, Any], dict[str, _Array]]]:
-        """Yield number, stream, note and rows of each sample in the order of the data."""
+    def samples(self) -> Iterator[tuple[dict[str, Any], dict[str, _Array]]]:
+        """Yield the note and the rows of each sample in the order of the data."""
         parts: list[dict[str, _Array]] = []
         for block in self.blocks():
             bounds = np.searchsorted(block.sample_of_row, np.arange(len(block.notes) + 1))
             rows = {tap: block.rows(tap) for tap in self.taps}
-            for place, (stream, note) in enumerate(block.notes):
+            for place, note in enumerate(block.notes):
                 parts.append({tap: each[slice(*bounds[place : place + 2])] for tap, each in rows.items()})
                 if block.ordered.last:
                     joined = {tap: np.concatenate([part[tap] for part in parts]) for tap in self.taps}
                     parts = []
-                    yield int(block.ordered.samples[place]), stream, note, joined
+                    yield note, joined
 
     @cached_property
     def kept_fields(self) -> dict[str, set[type]]:
@@ -114,7 +114,7 @@ class Export:
         found: dict[str, set[type]] = {}
         for first in range(0, self.source.samples, _NOTES):
             samples = np.arange(first, min(first + _NOTES, self.source.samples))
-            for _, note in self.source.notes(samples):
+            for note in self.source.notes(samples):
                 for name, value in note.get("kept", {}).items():
                     found.setdefault(name, set()).add(type(value))
         return found
@@ -145,8 +145,8 @@ class ExportedBlock:
 
     export: Export
     ordered: OrderedRows
-    notes: list[tuple[int, dict[str, Any]]]
-    """The stream and the note of each sample."""
+    notes: list[dict[str, Any]]
+    """The note of each sample, with its stream and its number in the input."""
 
     @cached_property
     def sample_of_row(self) -> npt.NDArray[np.int64]:
@@ -163,7 +163,7 @@ class ExportedBlock:
         """Return the context of each row, the number of its sample, and the row at each tap."""
         known = None if self.ordered.chunk is None else self.ordered.chunk.context
         assert known is not None  # noqa: S101  callers leave out blocks without rows
-        names = ("stream", "sample", "position", "token", "role")
+        names = ("stream", "sample", "place", "position", "token", "role")
         columns = {name: np.asarray(getattr(known, f"{name}s")) for name in names}
         columns["number"] = self.ordered.samples[self.sample_of_row]
         return columns | {tap: self.rows(tap) for tap in self.export.taps}
@@ -328,8 +328,8 @@ def _pickle_groups(export: Export) -> Iterator[tuple[int, list[dict[str, dict[st
     streams = {stream.number: stream for stream in export.dataset.streams}
     group: list[dict[str, dict[str, Any]]] = []
     held = before = 0
-    for _, stream, note, rows in export.samples():
-        number, place = streams[stream].key(int(note["index"]))
+    for note, rows in export.samples():
+        number, place = streams[note["stream"]].key(int(note["index"]))
         if group and (held >= _FILE_BYTES or number != before):
             yield before, group
             group, held = [], 0
@@ -407,8 +407,7 @@ def _write_npy(export: Export, folder: Path) -> int:
                 continue
             ends = np.searchsorted(block.sample_of_row, np.arange(len(block.notes)), side="right")
             append("offsets", done - len(block.sample_of_row) + ends, export.source.samples + 1)
-            for stream, note in block.notes:
-                notes.write(json.dumps({"stream": stream, **note}, ensure_ascii=False) + "\n")
+            notes.writelines(json.dumps(note, ensure_ascii=False) + "\n" for note in block.notes)
     return export.rows
 
 
@@ -430,10 +429,9 @@ def _record_batches(export: Export) -> Iterator[Any]:
         arrays = {name: arrow.array(column.reshape(-1)) for name, column in columns.items()}
         for tap in export.taps:
             arrays[tap] = arrow.FixedSizeListArray.from_arrays(arrays[tap], columns[tap].shape[1])
-        notes = [note for _, note in block.notes]
-        fields = {"task_id": arrow.array([note["task_id"] for note in notes], arrow.string()).take(rows)}
+        fields = {"task_id": arrow.array([note["task_id"] for note in block.notes], arrow.string()).take(rows)}
         for name, kinds in export.kept_fields.items():
-            values = [note.get("kept", {}).get(name) for note in notes]
+            values = [note.get("kept", {}).get(name) for note in block.notes]
             column = f"kept.{name}" if name in arrays or name in fields else name
             fields[column] = _kept_column(values, kinds - {type(None)}).take(rows)
         arrays = {**{name: arrays.pop(name) for name in [*arrays] if name not in export.taps}, **fields, **arrays}

@@ -90,7 +90,7 @@ def _shard_statistics(stream: Stream, record: ShardRecord, tap: str) -> TapStati
     accumulator = TapAccumulator(shard.place(tap).shape[1])
     for start in range(0, record.tokens, _READ_ROWS):
         stop = min(start + _READ_ROWS, record.tokens)
-        _add_rows(accumulator, shard.rows(tap, start, stop), context_of(stream.number, shard, start, stop))
+        _add_rows(accumulator, shard.rows(tap, start, stop), context_of(stream, shard, start, stop))
     found = accumulator.result()
     return replace(found, top=tuple(row._replace(stream=stream.number) for row in found.top))
 
@@ -175,7 +175,7 @@ def sampled_rows(dataset: Dataset, taps: Sequence[str]) -> RowBatch:
         stream = dataset.stream(number)
         record = stream.shard_with(index)
         if record is not None and set(taps) <= set(stream.taps):
-            picked.append((number, dataset._open_shard(stream, record), index, float(source.random())))
+            picked.append((stream, dataset._open_shard(stream, record), index, float(source.random())))
     calls = (partial(_run_of_rows, *each, length, tuple(taps)) for each in picked)
     parts = [part for part in read_ahead(calls, _READS) if len(part.tokens if part.tokens is not None else ())]
     if not parts:
@@ -183,7 +183,9 @@ def sampled_rows(dataset: Dataset, taps: Sequence[str]) -> RowBatch:
     return RowBatch.join(parts)
 
 
-def _run_of_rows(stream: int, shard: ShardReader, index: int, at: float, length: int, taps: Sequence[str]) -> RowBatch:
+def _run_of_rows(
+    stream: Stream, shard: ShardReader, index: int, at: float, length: int, taps: Sequence[str]
+) -> RowBatch:
     start, stop = shard.bounds(shard.place_of(index))
     first = start + int(at * max(0, stop - start - length + 1))
     last = min(stop, first + length)

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,15 @@ _Mask = npt.NDArray[np.bool_]
 _Numbers = npt.NDArray[np.int64]
 
 
+class InputStream(Protocol):
+    """What readers know of the stream of a shard."""
+
+    number: int
+
+    def place(self, index: Any) -> Any:
+        """Return the number in the input of a sample, or the numbers of several."""
+
+
 @dataclass(frozen=True)
 class SampleRef:
     """A sample in a listing: where it is stored, and a short description."""
@@ -44,21 +53,25 @@ class SampleRef:
     truncated: int = 0
     kept: Mapping[str, Any] = field(default_factory=dict)
     """The fields of the sample's input row that ``--keep`` named."""
+    place: int = 0
+    """The number in the input, which counts skipped samples too; in a prepared stream, the index."""
 
 
-def ref_of(stream: int, shard: ShardReader, place: int) -> SampleRef:
+def ref_of(stream: InputStream, shard: ShardReader, place: int) -> SampleRef:
     """Return the reference of the sample at this place of a shard."""
     note = shard.notes[place]
     offsets = shard.read_tensor("offsets")
+    index = int(shard.read_tensor("sample_index")[place])
     return SampleRef(
-        stream=stream,
-        index=int(shard.read_tensor("sample_index")[place]),
+        stream=stream.number,
+        index=index,
         task_id=note["task_id"],
         length=int(offsets[place + 1] - offsets[place]),
         preview=note["preview"],
         augmentation=note.get("augmentation"),
         truncated=note.get("truncated", 0),
         kept=note.get("kept", {}),
+        place=int(stream.place(index)),
     )
 
 
@@ -74,6 +87,8 @@ class RowBatch:
     """Index of each row's sample in its stream."""
     positions: _Array | None = None
     """Position of each row in its sample, from 0."""
+    places: _Array | None = None
+    """Number of each row's sample in the input, which counts skipped samples too; in a prepared stream, its index."""
     kept: Mapping[str, _Array] | None = None
     """The fields that ``--keep`` named, of each row's sample: numbers if all values are numbers, otherwise objects."""
 
@@ -114,18 +129,20 @@ def _joined_fields(parts: list[RowBatch]) -> dict[str, _Array] | None:
     return found or None
 
 
-def context_of(stream: int, shard: ShardReader, first: int, last: int) -> RowBatch:
+def context_of(stream: InputStream, shard: ShardReader, first: int, last: int) -> RowBatch:
     """Return the context of rows ``first`` to before ``last`` of a shard, without the rows themselves."""
     numbers = np.arange(first, last)
     sample = np.searchsorted(shard.read_tensor("offsets"), numbers, side="right") - 1
     begin, end = (int(sample[0]), int(sample[-1]) + 1) if len(sample) else (0, 0)
+    indices = shard.read_tensor("sample_index")[sample]
     return RowBatch(
         rows=np.empty((len(numbers), 0), np.float32),
         tokens=shard.read_tensor("tokens")[first:last],
         roles=shard.read_tensor("roles")[first:last],
-        streams=np.full(len(numbers), stream),
-        samples=shard.read_tensor("sample_index")[sample],
+        streams=np.full(len(numbers), stream.number),
+        samples=indices,
         positions=shard.positions(first, last),
+        places=np.asarray(stream.place(indices)),
         kept={name: values[sample - begin] for name, values in _kept_fields(shard, begin, end).items()} or None,
     )
 
@@ -199,7 +216,7 @@ class Selection:
         """Whether there is a condition other than norms, which is decided without reading rows."""
         return any(value is not None for name, value in vars(self).items() if not name.endswith("_norm"))
 
-    def mask(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
+    def mask(self, stream: InputStream, shard: ShardReader, start: int, stop: int) -> _Mask:
         """Return which of the rows ``start`` to ``stop`` of a shard meet all conditions but those on norms."""
         wanted = np.ones(stop - start, np.bool_)
         if self.include is not None or self.exclude is not None:
@@ -216,7 +233,7 @@ class Selection:
             wanted &= self._sample_mask(stream, shard, start, stop)
         return wanted
 
-    def _sample_mask(self, stream: int, shard: ShardReader, start: int, stop: int) -> _Mask:
+    def _sample_mask(self, stream: InputStream, shard: ShardReader, start: int, stop: int) -> _Mask:
         assert self.samples is not None  # noqa: S101  for the type checker
         if start == stop:
             return np.zeros(0, np.bool_)

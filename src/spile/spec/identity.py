@@ -100,6 +100,11 @@ class RunIdentity:
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
+def place_in_turn(index: Any, stream: Any, streams: int, turn: int) -> Any:
+    """Return the number in the input of sample ``index`` of one of the streams that have ``turn`` samples in turn."""
+    return (index // turn * streams + stream) * turn + index % turn
+
+
 @dataclass(frozen=True)
 class StreamIdentity:
     """The properties that identify a stream: the content of ``stream.json``."""
@@ -134,7 +139,7 @@ class StreamIdentity:
         """
         if self.turn is None or self.streams is None:
             return index
-        return (index // self.turn * self.streams + stream) * self.turn + index % self.turn
+        return place_in_turn(index, stream, self.streams, self.turn)
 
     def rows(self, run: RunIdentity) -> tuple[TapRows, ...]:
         """Return the shape and dtype of each tap's stored rows, in the order of the taps."""

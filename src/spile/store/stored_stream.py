@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
+from typing import Any
 
 from spile.errors import Damaged, StoreError, untrusted
 from spile.objects.folder import Folder
@@ -162,10 +163,13 @@ class Stream:
         identity = self.record.identity
         return None if identity.turn is None or identity.streams is None else (identity.streams, identity.turn)
 
+    def place(self, index: Any) -> Any:
+        """Return the number in the input of a sample, or the numbers of several; see :class:`StreamIdentity`."""
+        return self.record.identity.place(self.number, index)
+
     def key(self, index: int) -> tuple[int, int]:
         """Return a key of a sample that does not depend on the number of streams that share its input."""
-        identity = self.record.identity
-        return 0 if identity.turn is not None else self.number, int(identity.place(self.number, index))
+        return 0 if self.record.identity.turn is not None else self.number, int(self.place(index))
 
     @property
     def commits(self) -> tuple[Commit, ...]:

@@ -123,6 +123,8 @@ def test_every_reader_has_the_order_of_the_input(one: Dataset, several: Dataset)
         assert np.array_equal(np.concatenate([*dataset.rows(TAP, 77)]), rows)
         parts = [rows for k in range(3) for rows in dataset.rows(TAP, 77, part=(k, 3))]
         assert np.array_equal(np.concatenate(parts), rows)
+        for batch in dataset.shuffled(TAP, 64, context=True):
+            assert [LABELS[place] for place in batch.places.tolist()] == batch.kept["label"].astype(int).tolist()
         in_order = dataset.shuffled(TAP, 64, order="data", buffer_rows=1, context=True)
         assert np.array_equal(np.sort(np.concatenate([batch.tokens for batch in in_order])), np.sort(tokens))
     assert np.array_equal(
@@ -238,6 +240,9 @@ def test_the_order_of_a_run_that_is_not_finished(texts: Path, extract: Callable[
     dataset = spile.open(str(root))
     left = [n for n in range(30) if n != 4]
     assert [sample.task_id for sample in dataset] == [f"line-{n}" for n in left]
+    assert [sample.ref.place for sample in dataset] == left
+    export_dataset(dataset, str(tmp_path / "npy"), to="npy", taps=[TAP])
+    assert list(dict.fromkeys(np.load(tmp_path / "npy/place.npy").tolist())) == left
     assert [skip.task_id for stream in dataset.streams for commit in stream.commits for skip in commit.skipped] == [
         "line-4"
     ]

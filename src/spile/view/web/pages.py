@@ -168,7 +168,7 @@ def _search(dataset: Dataset, query: Query) -> _Answer:
             places = dict(zip(shard.places_of(indices).tolist(), samples.tolist(), strict=True))
             whole = bool(query.text("whole"))
             for each in _matches(shard, [*places], wanted, role, (low, high), whole=whole, dataset=dataset):
-                ref = ref_of(stream.number, shard, each)
+                ref = ref_of(stream, shard, each)
                 if not label or str(ref.kept.get(label)) == value:
                     found.append((places[each], sample_row(ref)))
         rows += [row for _, row in sorted(found, key=itemgetter(0))]
