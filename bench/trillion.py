@@ -156,7 +156,7 @@ class Worker:
             rng=random.Random(self.world.dice.random()),
         )
         samples = self.world.samples
-        self.left = {number: PlannedStream(samples, samples) for number in range(self.world.streams)}
+        self.left = {number: PlannedStream(samples, "") for number in range(self.world.streams)}
         self.snapshots = SnapshotReader(self.world.root, lambda: self.world.now + self.world.spent)
         self.later(START_SECONDS * self.world.dice.uniform(0.4, 1.0), self.take)
         self.later(self.world.dice.expovariate(self.world.lost_per_hour / 3600), self.lose)

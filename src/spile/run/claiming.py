@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spile.data.manifest import list_streams, read_manifest
-from spile.errors import DataError, Fenced, Interrupted, SpecError, SpileError
+from spile.errors import DataError, Fenced, Interrupted, SpileError
 from spile.objects import open_folder
 from spile.run.pod.pod import WorkerGroup
-from spile.spec.run import DataSpec
+from spile.spec.run import DataSpec, stream_file_number
 from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
 
@@ -35,7 +35,7 @@ def work_on_claims(
     Return 0 if no stream was left to claim, else the exit code of the stream that was interrupted.
 
     Args:
-        data: The data of the run spec; it must name a folder of streams.
+        data: The data of the run spec: a folder of streams, or one dataset whose rows the streams read in turn.
         output: The dataset's folder.
         run: Runs one stream and returns its exit code.
         worker: A name that no other running worker has; host and process unless given.
@@ -88,19 +88,16 @@ def _run_claimed(claim: Claim, run: Callable[[int], int], log: Callable[[str], N
 
 
 class PlannedStream(NamedTuple):
-    """One stream of the split."""
+    """One stream of the run."""
 
     size: int
     """Its samples, or bytes if the folder has no ``streams.json``. Larger streams are claimed first."""
-    wanted: int | None
-    """The samples that the run asks for; None if only the worker can tell."""
+    limits: str
+    """The limits of the run, as flags."""
 
     def is_done(self, view: StreamView) -> bool:
-        """Return whether its ledger has all samples. A heartbeat may count samples that were never committed."""
-        if view.state is not State.DONE:
-            return False
-        # It may be done by the smaller --max-samples of an earlier run.
-        return self.wanted is None or view.expected is None or view.expected >= self.wanted
+        """Return whether its ledger has all samples that the run asks for: earlier limits may have ended it."""
+        return view.state is State.DONE and view.limits in ("", self.limits)
 
 
 def take_unfinished(
@@ -129,22 +126,13 @@ def take_unfinished(
 
 
 def _planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
-    if data.dataset_dir is None:
-        raise SpecError("--claim", expected="a run spec with a folder of streams", found="no --dataset-dir in the spec")
+    if data.dataset_dir is None:  # the rows of one dataset, in turn or by a single stream
+        first = stream_file_number(data.dataset) or 0
+        numbers = range(data.of_streams) if data.of_streams is not None else [first]
+        return {number: PlannedStream(1, data.limits) for number in numbers}
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)
-    if manifest is not None:
-        found = {number: _plan(data, entry.samples) for number, entry in enumerate(manifest.streams)}
-    else:
-        found = {number: PlannedStream(size, None) for number, size in list_streams(folder).items()}
-    if not found:
+    sizes = list_streams(folder) if manifest is None else {n: each.samples for n, each in enumerate(manifest.streams)}
+    if not sizes:
         raise DataError(f"{folder.url} contains no stream_000.jsonl", fix="make streams with: spile data streams")
-    return found
-
-
-def _plan(data: DataSpec, rows: int) -> PlannedStream:
-    """Return a stream of this many rows. A row may be several samples, and a packed sample is no row."""
-    samples = rows * data.prompt.predictions_per_task
-    size = samples if data.max_samples is None else min(samples, data.max_samples)
-    exact = not data.prompt.pack and data.max_tokens is None and data.max_bytes is None
-    return PlannedStream(size, size if exact else None)
+    return {number: PlannedStream(size, data.limits) for number, size in sizes.items()}

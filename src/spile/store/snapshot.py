@@ -76,6 +76,8 @@ class StreamView:
     """The samples that were set aside because workers end when they compute them, with the causes."""
     skipped: int = 0
     """The samples that were skipped."""
+    limits: str = ""
+    """The flags that ended the stream before the end of its data, according to its commits."""
 
     @property
     def percent(self) -> float | None:
@@ -262,7 +264,7 @@ def _view_stream(
     seen = beat or _NO_BEAT
     total = ledger.required(None if record is None else record.identity.samples)
     expected = total if seen.expected is None else seen.expected
-    done = expected is not None and not Ranges([(0, expected)]) - ledger.done
+    done = total is not None and not Ranges([(0, total)]) - ledger.done
     state = State.DONE if done else _state(beat, ledger, now)
     working = state is State.WORKING
     rate = seen.tokens_per_second if working else 0.0
@@ -293,6 +295,7 @@ def _view_stream(
         streams=record.identity.streams if record is not None else None,
         quarantined=tuple(map(str, ledger.quarantined)),
         skipped=ledger.skipped,
+        limits="" if ledger.limit is None else ledger.limit.flags,
     )
 
 

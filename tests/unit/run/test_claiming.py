@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,13 @@ from fleet.ssh.loopback import wait_until
 from spile.data.split import make_streams
 from spile.errors import DataError, Fenced, Interrupted, SpileError, StoreError
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.run.claiming import work_on_claims
 from spile.run.pod.pod import WorkerGroup
 from spile.spec.run import DataSpec, PromptSpec
 from spile.store.claims import ClaimReader
 from spile.store.snapshot import State, StreamView
-from unit.cli.refusals import lines
+from unit.cli.refusals import lines, spile
 
 T = TypeVar("T")
 
@@ -98,7 +100,7 @@ def views(*found: StreamView) -> Callable[[object], object]:
     return Reader
 
 
-FOUR = PromptSpec(predictions_per_task=4)
+FOUR, FIVE = PromptSpec(predictions_per_task=4), "--max-samples 5"
 
 
 @pytest.mark.parametrize(
@@ -108,12 +110,13 @@ FOUR = PromptSpec(predictions_per_task=4)
         (StreamView(0, "s", State.STOPPED, samples=35, expected=48), DataSpec(prompt=FOUR), True),
         # Its worker was killed while it stored the last samples, and its last heartbeat is recent.
         (StreamView(0, "s", State.WORKING, samples=12, expected=12), DataSpec(), True),
-        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(max_samples=5), False),
-        (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(), True),
-        # A packed sample is no row, and only a worker knows how many tokens a stream has.
+        (StreamView(0, "s", State.DONE, samples=5, expected=5, limits=FIVE), DataSpec(max_samples=5), False),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5, limits=FIVE), DataSpec(max_samples=6), True),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5, limits=FIVE), DataSpec(), True),
         (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(prompt=PromptSpec(pack=True)), False),
         (StreamView(0, "s", State.SILENT, samples=50, expected=None), DataSpec(prompt=PromptSpec(pack=True)), True),
         (StreamView(0, "s", State.DONE, samples=5, expected=5), DataSpec(max_tokens=100), False),
+        (StreamView(0, "s", State.DONE, samples=5, expected=5, limits=FIVE), DataSpec(max_tokens=100), True),
     ],
 )
 def test_only_a_complete_ledger_makes_a_stream_done(
@@ -127,6 +130,31 @@ def test_only_a_complete_ledger_makes_a_stream_done(
     data = replace(data, dataset_dir=str(tmp_path / "streams"))
     assert work_on_claims(data, str(tmp_path / "out"), lambda stream: ran.append(stream) or 0) == 0
     assert ran == ([0] if runs else [])
+
+
+@pytest.mark.parametrize(
+    ("data", "streams"),
+    [
+        (DataSpec(dataset="rows.jsonl"), [0]),
+        (DataSpec(dataset="gs://b/stream_007.jsonl", worker_id=7), [7]),
+        (DataSpec(dataset="org/name", of_streams=3), [0, 1, 2]),
+    ],
+)
+def test_streams_of_one_dataset_are_claimed(data: DataSpec, streams: list[int], tmp_path: Path) -> None:
+    ran: list[int] = []
+    assert work_on_claims(data, str(tmp_path / "out"), lambda stream: ran.append(stream) or 0) == 0
+    assert sorted(ran) == streams
+
+
+def test_the_spec_of_an_extraction_can_be_claimed(tmp_path: Path) -> None:
+    texts = lines(tmp_path / "texts.jsonl", *({"text": str(n)} for n in range(6)))
+    root = tmp_path / "out"
+    assert spile("extract", "--dataset", texts, "--output", root, "--layers", "0", "--max-samples", "2") == 0
+    spec = json.loads((root / "spec.json").read_text()) | {"max_samples": None}
+    (root / "spec.json").write_text(json.dumps(spec))
+    assert spile("worker", "--spec", root / "spec.json", "--claim") == 0
+    (stream,) = verify(str(root)).streams
+    assert (stream.ok, stream.samples) == (True, 6)
 
 
 class Host(WorkerGroup):

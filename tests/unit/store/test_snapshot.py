@@ -9,6 +9,7 @@ import pytest
 from spile.errors import StoreError
 from spile.objects import Folder
 from spile.store.cleanup import clear_stream
+from spile.store.ledger import Limit
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader, State
 from spile.store.writer import StreamWriter, join_stream
@@ -54,7 +55,7 @@ def test_states_come_from_the_ledger_first_and_the_heartbeat_second(folder: Fold
     put_beat(folder, 4, phase="failed", last_error="disk full")
     begun(folder, 5, stored=1)
     put_beat(folder, 5, phase="stopped")
-    begun(folder, 6, stored=4)
+    begun(folder, 6, stored=4).commit([], limit=Limit(4, "--max-samples 4"))
     put_beat(folder, 6, phase="done", expected=4)
     begun(folder, 7)
     folder.put("tpu_7/commits/0002.json", b"junk")
@@ -106,6 +107,15 @@ def test_streams_of_the_data_that_were_never_started(folder: Folder) -> None:
     snapshot = SnapshotReader(folder, lambda: NOW).take()
     assert snapshot.streams[0].state is State.DONE
     assert (snapshot.never_begun, snapshot.done, snapshot.percent, snapshot.seconds_left) == (2, False, None, None)
+
+
+def test_a_limit_that_was_not_committed_does_not_make_a_stream_done(folder: Folder) -> None:
+    store = begun(folder, 0, stored=4)
+    put_beat(folder, 0, phase="done", expected=4)
+    assert SnapshotReader(folder, lambda: NOW).stream(0).state is State.STOPPED
+    store.commit([], limit=Limit(4, "--max-samples 4"))
+    view = SnapshotReader(folder, lambda: NOW).stream(0)
+    assert (view.state, view.limits) == (State.DONE, "--max-samples 4")
 
 
 def test_the_time_left_before_the_first_commit_is_the_heartbeats(folder: Folder) -> None:
