@@ -407,7 +407,7 @@ def answer_decoder(root: str) -> tuple[Decode | None, tuple[str, ...]]:
     try:
         return run_tokenizer(run).decode, ()
     except SpileError as error:
-        return None, (f"texts of answers were not compared with their tokens: {error}",)
+        return None, (f"the texts of answers, which need the tokenizer: {error}",)
 
 
 @name_arguments("spile.inspect")

@@ -133,7 +133,7 @@ def _lines(report: Report) -> Iterator[str | Text]:
     if len(problems) > _MOST_LINES:
         yield f"✗ and {len(problems) - _MOST_LINES} more; --json lists them all"
     yield from _skipped_lines(report)
-    yield from report.unchecked
+    yield from (f"not checked: {text}" for text in report.unchecked)
     yield from _recomputed_lines(report)
     yield from _garbage_lines(report)
     yield from _stale_commit_lines(report)

@@ -8,7 +8,6 @@ only pass them on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,7 @@ import numpy.typing as npt
 from spile.compute.batches import Batch, Sizes
 from spile.compute.producer import Control, Decision, Producer, RowBlock
 from spile.compute.progress import Progress
-from spile.data.arc.answers import by_task, submission
-from spile.data.arc.encoders import parse_encoder
+from spile.data.arc.answers import submission_bytes
 from spile.data.tokens import Tokenizer
 from spile.errors import SpecError
 from spile.models.decoder import head_needed
@@ -221,5 +219,4 @@ def write_answers(run: ResolvedRun, stream: StreamWriter) -> None:
 def _put_answers(run: ResolvedRun, folder: Folder, predictions: list[Prediction], lines: bytes) -> None:
     folder.put(PREDICTIONS, lines)
     if run.identity.answers_are_grids:
-        answers = by_task(predictions, parse_encoder(run.identity.prompt.encoder))
-        folder.put(SUBMISSION, json.dumps(submission(answers.values()), separators=(",", ":")).encode() + b"\n")
+        folder.put(SUBMISSION, submission_bytes(predictions, run.identity.prompt.encoder))

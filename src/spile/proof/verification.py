@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from spile.errors import Failure, UserError, untrusted
 from spile.objects import open_folder
 from spile.objects.folder import Folder
 from spile.proof.comparison import Recompute, compare
+from spile.proof.derived import CheckedLedger, OtherFiles
 from spile.proof.repair import HOUR, find_garbage, free_number, remove_garbage, repair_ledger
 from spile.proof.report import Problem, Report, StreamReport
 from spile.proof.shard_check import check_shard
@@ -107,7 +108,10 @@ def verify(
     """
     folder = open_folder(root) if isinstance(root, str) else root
     run = _require_run(folder)
-    found = _read_ledgers(folder, run, lambda number: streams is None or number in streams)
+    selected = partial(_is_selected, streams)
+    others = OtherFiles(folder, selected)
+    listed = scan_streams(folder, others.noted(folder.list()))
+    found = _read_ledgers(folder, run, selected, listed)
     records = [stream.record for stream in found if stream.record is not None]
     never, problems = check_split(folder.url, [stream.number for stream in found], records, streams)
     sizes = _commit_sizes(found)
@@ -118,15 +122,20 @@ def verify(
     if recompute is not None and k:
         recomputed, wrong = compare(run, _readable_streams(found), recompute, k, seed)
         problems += wrong
+    reports = tuple(_report_on(stream, run, max_samples) for stream in found)
+    ledgers = list(chain.from_iterable(map(_checked_ledgers, found, reports)))
+    all_streams = streams is None and not never and all(stream.readable for stream in found)
+    others.check(run, ledgers, listed, all_streams=all_streams, max_samples=max_samples)
+    problems += others.problems
     report = Report(
         folder.url,
         run.fingerprint(),
-        tuple(_report_on(stream, run, max_samples) for stream in found),
+        reports,
         recomputed=recomputed,
         problems=tuple(problems),
         streams_expected=expected_streams(records),
         never_begun=never,
-        unchecked=unchecked,
+        unchecked=(*unchecked, *others.unchecked),
     )
     if repair:
         report = replace(report, streams=tuple(map(_repair, found, report.streams)))
@@ -136,7 +145,7 @@ def verify(
 def verify_part(root: Folder, part: DatasetPart, decode: Decode | None, unchecked: Sequence[str]) -> dict[str, Any]:
     """Check the shards of a part; return which commits were checked and the problems of each shard, as JSON values."""
     run = _require_run(root)
-    streams = _read_ledgers(root, run, part.has_stream)
+    streams = _read_ledgers(root, run, part.has_stream, scan_streams(root))
     _check_shards(streams, run, lambda _: None, decode, part)
     checked = [
         {
@@ -185,8 +194,24 @@ def _require_run(root: Folder) -> RunIdentity:
     return run
 
 
-def _read_ledgers(root: Folder, run: RunIdentity, wanted: Callable[[int], bool]) -> list[_LedgerCheck]:
-    there = {number: files for number, files in scan_streams(root).items() if wanted(number)}
+def _is_selected(streams: Collection[int] | None, number: int) -> bool:
+    return streams is None or number in streams
+
+
+def _checked_ledgers(stream: _LedgerCheck, report: StreamReport) -> list[CheckedLedger]:
+    """Return the readable ledgers of a stream, for the comparison of files that are derived from them."""
+    complete = not any(problem.kind == "missing" for problem in report.problems)
+    return [
+        CheckedLedger(ledger.path, ledger.folder, ledger.record, ledger.commits, complete)
+        for ledger in stream.ledgers
+        if ledger.record is not None and ledger.readable
+    ]
+
+
+def _read_ledgers(
+    root: Folder, run: RunIdentity, wanted: Callable[[int], bool], listed: Mapping[int, ListedStream]
+) -> list[_LedgerCheck]:
+    there = {number: files for number, files in listed.items() if wanted(number)}
     with ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="ledgers") as pool:
         return list(pool.map(partial(_read, root, run), there, there.values()))
 
@@ -340,6 +365,13 @@ def _check_added_taps(stream: _LedgerCheck, added: _LedgerCheck) -> list[Problem
     own = Counter(alignment(shard) for shard in stream.shards)
     found = Counter(alignment(shard) for shard in added.shards)
     problems = []
+    skips = {skip.index: skip for commit in stream.commits for skip in commit.skipped}
+    unknown = [s.index for commit in added.commits for s in commit.skipped if s != skips.get(s.index)]
+    if unknown:
+        text = f"it skips samples {Ranges.of(unknown).text()}, which the stream does not skip for the same reason"
+        problems.append(Problem("damaged", where, text))
+    if doubled := Ledger().plus(added.commits).doubled:
+        problems.append(Problem("doubled", where, f"samples {doubled.text()}"))
     if strange := found.keys() - own.keys():
         text = f"{len(strange)} of its shards do not have the rows of any shard of the stream"
         problems.append(Problem("damaged", where, text))

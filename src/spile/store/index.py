@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from spile.errors import SpileError, StoreError, untrusted
+from spile.errors import Damaged, SpileError, StoreError, untrusted
 from spile.objects.folder import Folder, read_ahead
 from spile.objects.mirror import without_copy
 from spile.store.layout import (
@@ -108,15 +108,19 @@ def pack_group(group: Mapping[int, IndexEntry]) -> bytes:
     return zlib.compress(json.dumps(fields).encode(), 1)
 
 
+def read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
+    """Return the entries of an object of the index, by stream; raise :class:`Damaged` if any of it is malformed."""
+    data = root.get(key)
+    with untrusted(Damaged, "the object of the index is malformed"):
+        fields = json.loads(zlib.decompressobj().decompress(data, _MAX_GROUP))
+        return {
+            int(number): IndexEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
+            for number, (digest, stream, texts) in fields.items()
+        }
+
+
 def _read_group(root: Folder, key: str) -> dict[int, IndexEntry]:
-    """Return the entries of an object of the index; none if it is absent or any of it is malformed."""
-    try:
-        data = root.get(key)
-        with untrusted(StoreError, "an object of the index is malformed"):
-            fields = json.loads(zlib.decompressobj().decompress(data, _MAX_GROUP))
-            return {
-                int(number): IndexEntry(str(digest), str(stream), None if texts is None else tuple(map(str, texts)))
-                for number, (digest, stream, texts) in fields.items()
-            }
-    except StoreError:
-        return {}
+    """Return the entries of an object of the index; none if it is absent or malformed."""
+    with suppress(StoreError, Damaged):
+        return read_group(root, key)
+    return {}

@@ -275,7 +275,7 @@ class Ledger:
     end: int | None = None
     """The number of samples of the stream, if it was only known after reading the stream to its end."""
     created: str | None = None
-    """The time of the last commit."""
+    """The time of the last commit that is not empty."""
     parts: tuple[Part, ...] = ()
     """The rows of a streamed dataset that were read, from its first row on."""
     limit: Limit | None = None
@@ -344,7 +344,8 @@ class Ledger:
             parts += commit.parts
             last = commit.number
             end = commit.end if commit.end is not None else end
-            created = commit.created or created
+            if own or commit.limit or commit.end is not None:
+                created = commit.created or created
         done = Ranges(pairs)
         # If the counts agree, no sample is listed twice, and the slower search for duplicates is not needed.
         doubled = self.doubled if len(done) == listed else self.doubled | Ranges.repeated(pairs)

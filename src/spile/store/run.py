@@ -15,7 +15,7 @@ from spile.objects.folder import Folder, NotFound, get_if_present
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL
 from spile.spec.records import read_record
-from spile.spec.run import GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.store.layout import ANSWERS, RUN, SPEC
 from spile.store.ledger import RUN_FORMATS, iso_time, seal, unseal
 from spile.version import __version__
@@ -142,16 +142,23 @@ def refuse_other_spec(root: Folder, spec: RunSpec) -> None:
     run = read_run(root)
     if run is None:
         return
+    differing = spec_differences(run, spec)
+    if other := stored_spec(root):
+        stored, ours = ([str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec))
+        differing += differences({"taps": stored}, {"taps": ours})
+    if differing:
+        raise mismatch(root.url, differing)
+
+
+def spec_differences(run: RunIdentity, spec: RunSpec) -> list[tuple[str, Any, Any]]:
+    """Return (field, stored, ours) for each field in which a spec differs from ``run.json``, as far as it shows it."""
     known, ours = run.compared(), _identity_fields(spec)
     left_out = {"backend": "jax", "prompt.template_from": None}  # run.json does not state these defaults
     theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
-    if other := stored_spec(root):
-        theirs["taps"], ours["taps"] = (
-            [str(tap) for tap in each.selected_taps(run.n_layers)] for each in (other, spec)
-        )
-    if differing := differences(theirs, ours):
-        raise mismatch(root.url, differing)
+    if spec.data.max_seq_length == DataSpec.max_seq_length > run.max_seq_length:
+        ours["max_seq_length"] = run.max_seq_length  # the default is lowered to the positions of the model
+    return differences(theirs, ours)
 
 
 def _identity_fields(spec: RunSpec) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from spile.store.ledger import (
     seal,
     unseal,
 )
-from spile.store.run import differences, mismatch
+from spile.store.run import differences, mismatch, read_run
 from spile.store.shard import ShardBuilder, ShardSchema
 from spile.store.statistics import TapStatistics
 from spile.version import __version__
@@ -195,37 +195,31 @@ class StreamWriter:
             for file in stored.files
             if there.get(file.name) != file.size and (file.name in there or not self._may_be_on_another_host(file.name))
         ]
-        if lost or absent or stored.doubled:
+        fix = "find out what changed it, see what is left with spile verify, then run the same command again"
+        if lost or absent:
             raise Damaged(
                 f"{self.folder.url} has lost committed data",
                 expected=f"{self._ledger.samples} samples in {self._ledger.shards} shards",
                 found=f"samples {lost.text()} no longer committed" if lost else f"{len(absent)} shards gone or cut",
-                fix="find out what changed it, see what is left with spile verify, then run the same command again",
+                fix=fix,
             )
+        if stored.doubled:
+            problem = f"the commits of {self.folder.url} list samples twice, as stored or as skipped"
+            raise Damaged(problem, expected="each sample once", found=f"samples {stored.doubled.text()} twice", fix=fix)
         return stored
 
     def _may_be_on_another_host(self, name: str) -> bool:
         """Return whether the shard may be on the local disk of another host of the pod."""
         return bool(shard_host(name)) and not is_remote(self.folder.url)
 
-    def _merged_statistics(self) -> dict[str, Any]:
-        """Return the summary of each tap over all shards that have statistics."""
-        shards = [shard for commit in read_commits(self.folder, self.record.id) for shard in commit.shards]
-        merged: dict[str, Any] = {}
-        for tap in map(str, self.record.identity.taps):
-            parts = (TapStatistics.from_json(shard.statistics.get(tap)) for shard in shards)
-            if known := [part for part in parts if part is not None]:
-                merged[tap] = TapStatistics.merged(known).summary()
-        return merged
-
-    def finish(self, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Write ``metadata.json`` from the stored ledger and return its content."""
         if self._committed:
             self._ledger = self._read_back()
-        found = {"statistics": self._merged_statistics()} if self.statistics else {}
-        record = {**metadata(self.record, self.run, self._ledger), **found, **(extra or {})}
-        self.folder.put(METADATA, json.dumps(record, indent=1).encode() + b"\n")
-        return record
+        commits = read_commits(self.folder, self.record.id) if self.statistics else None
+        content = metadata_bytes(self.record, self.run, self._ledger, commits)
+        self.folder.put(METADATA, content)
+        return dict(json.loads(content))
 
 
 def all_rows_hashed(ledger: Ledger, run: RunIdentity) -> bool:
@@ -233,6 +227,25 @@ def all_rows_hashed(ledger: Ledger, run: RunIdentity) -> bool:
     per_row = run.prompt.predictions_per_task
     needed = 0 if run.prompt.pack else -(-max(ledger.done.bounds(), default=0) // per_row)
     return ledger.rows is not None and ledger.rows >= needed
+
+
+def metadata_bytes(
+    record: StreamRecord, run: RunIdentity, ledger: Ledger, commits: Iterable[Commit] | None = None
+) -> bytes:
+    """Return the content of ``metadata.json``, with the statistics of these commits unless they are None."""
+    found = {} if commits is None else {"statistics": _merged_statistics(record, commits)}
+    return json.dumps({**metadata(record, run, ledger), **found}, indent=1).encode() + b"\n"
+
+
+def _merged_statistics(record: StreamRecord, commits: Iterable[Commit]) -> dict[str, Any]:
+    """Return the summary of each tap over all shards that have statistics."""
+    shards = [shard for commit in commits for shard in commit.shards]
+    merged: dict[str, Any] = {}
+    for tap in map(str, record.identity.taps):
+        parts = (TapStatistics.from_json(shard.statistics.get(tap)) for shard in shards)
+        if known := [part for part in parts if part is not None]:
+            merged[tap] = TapStatistics.merged(known).summary()
+    return merged
 
 
 def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str, Any]:
@@ -261,7 +274,6 @@ def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str
         "fingerprint": record.fingerprint,
         "stream": record.id,
         "finished": ledger.created,
-        "version": __version__,
     }
 
 
@@ -279,6 +291,7 @@ def join_stream(
     ``stream``, because each host may store its part of the stream on its own disk.
     """
     folder = root.child(stream_folder(worker_id, run.folders))
+    run = read_run(root) or run  # an equal one, with the names that the dataset was begun with
     fresh = StreamRecord(stream or secrets.token_hex(8), worker_id, run.fingerprint(), identity)
     stored = read_or_create(folder, fresh)
     if stream is not None and stored.id != stream:

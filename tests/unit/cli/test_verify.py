@@ -43,6 +43,9 @@ def test_problems_are_reported_and_exit_with_1(tmp_path: Path, capsys: pytest.Ca
     assert f"✗ missing: {tmp_path}/tpu_0: samples 43-44 (2 of 45)" in text
     assert "2 missing" in text
     assert "✗ not proven: 2 samples missing; run the same spile extract again to finish it" in text
+    assert spile("verify", str(tmp_path), "--max-samples", "43") == 1
+    assert "tpu_0/metadata.json: differs from what the commits say" in capsys.readouterr().out
+    (tmp_path / "tpu_0" / "metadata.json").unlink()
     assert spile("verify", str(tmp_path), "--max-samples", "43") == 0
     capsys.readouterr()
     (tmp_path / "tpu_0" / store.ledger.files[0].name).unlink()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import orjson
 
-from spile.data.arc.encoders import GridEncoder
+from spile.data.arc.encoders import GridEncoder, parse_encoder
 from spile.data.arc.grids import Grid, Task, grid_problem
 from spile.data.arc.prompts import revert
 from spile.data.lines import LineSource
@@ -83,6 +84,12 @@ def submission(answers: Iterable[TaskAnswers]) -> dict[str, list[dict[str, Grid]
         grids = [*answer.grids, *[answer.grids[0] if answer.grids else _NO_GRID] * _ATTEMPTS]
         made[answer.task_id] = [{f"attempt_{n}": grids[n - 1] for n in range(1, _ATTEMPTS + 1)}]
     return made
+
+
+def submission_bytes(predictions: Iterable[Prediction], encoder: str) -> bytes:
+    """Return the content of ``submission.json`` for these answers."""
+    answers = by_task(predictions, parse_encoder(encoder)).values()
+    return json.dumps(submission(answers), separators=(",", ":")).encode() + b"\n"
 
 
 @dataclass(frozen=True)
