@@ -2,7 +2,7 @@
 # Install spile for each other supported Python on this machine, import every module, run the demo and verify it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for version in 3.12 3.13; do
+for version in 3.12 3.13 3.14; do
   python=""
   for candidate in "python$version" "$HOME"/.pyenv/versions/"$version".*/bin/python; do
     if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then python=$candidate; break; fi

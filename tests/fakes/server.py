@@ -413,6 +413,16 @@ def make_tls_context(folder: Path) -> tuple[ssl.SSLContext, Path]:
         builder = builder.serial_number(x509.random_serial_number())
         builder = builder.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=1))
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        builder = builder.add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(roots.public_key()), critical=False
+        )
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        usage = dict.fromkeys(
+            ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
+        )
+        signs = {"digital_signature": not authority, "key_encipherment": not authority}
+        usage |= signs | {"key_cert_sign": authority, "crl_sign": authority}
+        builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
         return builder.add_extension(address, critical=False).sign(roots, SHA256())
 
     roots, own = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))

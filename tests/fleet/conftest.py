@@ -11,6 +11,7 @@ from tests.fakes.gcs import FakeGcs
 
 from fleet.cloud_world import World
 from fleet.prompt import Prompt, prompt_of
+from programs import require
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 
 
@@ -36,6 +37,7 @@ def client(fake: FakeCloud) -> Iterator[CloudTpu]:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
+    require("curl")  # the startup script of its machines reads the metadata server with it
     with FakeGcs() as gcs:
         made = World(tmp_path, gcs)
         with made.cloud:

@@ -14,6 +14,7 @@ import pytest
 from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
+from programs import needs
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
 from spile.fleet.reconcile import copy_history
@@ -493,6 +494,7 @@ def test_a_dry_run_says_what_is_known_of_the_machines_account(
     assert ("cannot tell" in text) == ("account m@p may write it\n" not in text)
 
 
+@needs("ssh")
 @pytest.mark.parametrize("create", [("--create-tpus",), ()])
 def test_machines_that_were_created_by_hand_are_launched_over_ssh_or_are_an_error(
     world: World, prompt: Prompt, create: tuple[str, ...]

@@ -17,6 +17,7 @@ import pytest
 from tests.fakes.cloud import CloudTimes
 from tests.fakes.cloud_server import FakeCloud
 
+from programs import require
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.deploy import publish
 from spile.fleet.home import FleetHome, machine_metadata, machine_requirements, pin_machines, sha256, startup_script
@@ -59,6 +60,7 @@ class Vm:
         }
 
     def boot(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        require("curl")  # the startup script reads the metadata server with it
         environment = {**self.environment, **more}
         return subprocess.run(
             ["/bin/bash", str(self.script), *words],

@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.cloud_server import FakeCloud
 
 from fleet.cloud_world import a_home
+from programs import needs
 from spile.cli.main import main
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu
@@ -66,6 +67,7 @@ def test_create_status_list_delete(spile, client: CloudTpu) -> None:
     assert (code, names(client)) == (0, [])
 
 
+@needs("ssh-keygen")
 def test_machines_are_born_with_a_key_for_ssh(spile, client: CloudTpu, fake: FakeCloud, tmp_path: Path) -> None:
     """gcloud's own, made where there is none, as gcloud does; none where there is no ssh."""
     private = tmp_path / "home" / ".ssh" / "google_compute_engine"

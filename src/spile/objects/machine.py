@@ -82,7 +82,8 @@ def metadata_reply(method: str, url: str, headers: Mapping[str, str], seconds: f
         with opener.open(request, timeout=seconds) as reply:
             return reply.status, reply.read(_METADATA_BYTES).decode()
     except urllib.error.HTTPError as error:
-        return error.code, f"status {error.code}"
+        with error:
+            return error.code, f"status {error.code}"
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):

@@ -57,9 +57,9 @@ def add_taps(spec: BackfillSpec, *, progress: Progress | None = None, stop: thre
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the dataset and the model")
     root = open_folder(spec.root)
+    backfill = _check(spec, root)
     for warning in preflight(root):
         progress.log(warning)
-    backfill = _check(spec, root)
     streams = backfill.streams
     progress.total_samples = sum(shard.count for stream in streams for shard in backfill.remaining(stream))
     ledgers, finished, device = list[Ledger](), True, "none: nothing was left to do"

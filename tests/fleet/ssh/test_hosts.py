@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from programs import needs
 from spile.errors import CloudError, SpileError, UserError
 from spile.fleet.manage import hosts_of, slices_named
 from spile.fleet.provider import Endpoint, Node, NodeState
@@ -150,6 +151,7 @@ def test_what_ssh_says_becomes_one_line() -> None:
     assert both.exit_code == 2
 
 
+@needs("ssh-keygen")
 def test_the_key_is_made_once(tmp_path: Path) -> None:
     key = tmp_path / "ssh" / "key"
     public = ensure_key(key)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from fleet.ssh.loopback import Hosts, finish, spile, wait_until
+from programs import needs
 from spile.errors import Failure, Interrupted
 from spile.hosts.hosts import Access, Host, parse_hosts
 from spile.hosts.run import Job, StopRequest, jobs_for, run_everywhere
 
 
+@needs("ssh")
 def test_an_interrupt_while_connecting_runs_nothing() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:  # it accepts, and never says a word
         places = parse_hosts([f"127.0.0.1:{mute.getsockname()[1]}"])

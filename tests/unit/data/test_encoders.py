@@ -98,7 +98,7 @@ def test_the_default_writes_a_size_and_row_numbers() -> None:
         ("__import__('os').system('true')", ["with parentheses", "os"]),
         ("RowNumberEncoder(" * 40 + ")" * 40, ["at most 8 encoders inside each other"]),
         ("x" * 2000, ["at most 1000 characters, found 2000"]),
-        (r"GridWithSeparationEncoder('\d')", ["found invalid escape sequence"]),
+        (r"GridWithSeparationEncoder('\d')", ["invalid escape sequence"]),
         ("GridWithSeparationEncoder(*'|')", ["expected symbol: a string, found *'|'"]),
         ("GridWithSeparationEncoder(**{'symbol': '|'})", ["expected symbol: a string"]),
         ("RepeatNumberEncoder(True)", ["expected n: a number, found True"]),

@@ -54,8 +54,9 @@ def test_the_server_gives_the_last_status() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
             assert reply.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
             assert reply.read().decode() == metrics_text(STATUS)
-        with pytest.raises(urllib.error.HTTPError, match="404"):
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/other")
+        refused.value.close()
         with pytest.raises(SpecError, match="--metrics-port: expected a free port"), serve_metrics(port):
             pass
 
