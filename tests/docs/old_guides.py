@@ -230,7 +230,7 @@ INSTEAD: dict[str, str] = {
     "./setup_tpu_worker.sh": "spile install --tpu-prefix",
     "./setup_tpu_worker.sh --force": "spile install --tpu-prefix",
     "./scripts/setup_tpu_worker.sh --force": "again with --force",
-    "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --dry-run",
+    "gcloud compute tpus describe-quota --zone=us-central1-a": "spile deploy --create-tpus --dry-run",
     # 002
     "./launch_all_workers.sh": "spile deploy",
     "gcloud auth list": "without spile",

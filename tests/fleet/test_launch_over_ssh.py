@@ -37,7 +37,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
     )  # fmt: skip
     create(client, replace(fleet, workers=fleet.workers[:1]), lambda _: {})
     fleet = publish(home, fleet, lambda _: None)
-    assert "create it with --create-tpus" in list_existing(client, fleet)[1].detail
+    assert "create it with --create-tpus" in list_existing(client, fleet, 2)[1].detail
     assert prepare_bare_machines(client, fleet, home) == [fleet.workers[0].name]
     assert prepare_bare_machines(client, fleet, home) == [fleet.workers[0].name], "it was not launched yet"
     assert "startup-script" in client.node(ZONE, fleet.workers[0].name).metadata, "from its next boot on it has it"
@@ -61,7 +61,7 @@ def test_machines_without_the_script_get_it_over_ssh(tmp_path: Path, fake: FakeC
         setting = "SetEnv " + " ".join(f"{key}={value}" for key, value in variables.items())
         hosts.start(0, address=str(address), port=22, config=setting)
         access = Access(user="root", key=hosts.key, options=hosts.options)
-        done = launch_over_ssh(client, fleet, home.folder.url, access)
+        done = launch_over_ssh(client, fleet, home.folder.url, access, 2)
         assert [(each.name, each.outcome, each.detail) for each in done] == [
             ("tpu-us-central1-a-1", "failed", "there is no such machine"),
             ("tpu-us-central1-a-0", "created", "launched"),

@@ -14,6 +14,7 @@ import pytest
 from backends import Clouds, environment
 from fleet.cloud_world import A, B, World
 from fleet.prompt import Prompt
+from fleet.ssh.loopback import wait_until
 from programs import needs
 from spile.fleet.cloud_tpu import CloudTpu, read_settings
 from spile.fleet.home import FleetHome, WorkerReport
@@ -281,11 +282,18 @@ def test_overwriting_happens_once_at_deploy_after_a_question(world: World, promp
 
 
 def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, prompt: Prompt) -> None:
-    code, text = prompt(*PREPARE, *TASK, "--workers-per-zone", 2, "--dry-run", "--create-tpus", "--monitor")
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--workers-per-zone", 2, "--dry-run")
+    for reason, more in {
+        "(--skip-launch)": ("--skip-launch", "--create-tpus"),
+        "(neither --create-tpus nor --monitor is given)": (),
+    }.items():
+        code, text = prompt(*words, *more)
+        assert (code, f"would be created: no machine {reason}" in text) == (0, True), text
+    code, text = prompt(*words, "--create-tpus", "--monitor")
     assert code == 0, text
     assert "would be created: 2 machines v3-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
     assert "to boot, install, load and compile" in text
-    assert text.rstrip().endswith("nothing was created")
+    assert "\nnothing was created\n" in text
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []
 
@@ -314,8 +322,8 @@ def test_a_dry_run_compares_the_fleet_with_the_quota(
     world: World, prompt: Prompt, infos: list[tuple[str, str, str | None]], code: int, output: str
 ) -> None:
     world.cloud.cloud.quota_infos = [quota_info(*each) for each in infos]
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--workers-per-zone", 2)
-    ended, text = prompt(*words, "--tpu-type", "v5litepod-16")
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--workers-per-zone", 2)
+    ended, text = prompt(*words, "--dry-run", "--tpu-type", "v5litepod-16")
     assert (ended, output in text) == (code, True), text
 
 
@@ -325,7 +333,7 @@ def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: Wo
     world.cloud.cloud.quota_infos = [quota_info(name, A, "16")]
     node = {"acceleratorType": "v6e-8", "schedulingConfig": {"preemptible": True}}
     world.cloud.cloud.create(A, "of-a-colleague", node)
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--tpu-type", "v6e-8")
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--dry-run", "--tpu-type", "v6e-8")
     code, text = prompt(*words)
     assert (code, f"{A}: quota {name} is 16; the fleet needs 16\n" in text) == (0, True), text
     code, text = prompt(*words, "--workers-per-zone", 2)
@@ -551,6 +559,57 @@ def test_a_fleet_that_stops_leaves_the_machines_of_another_bucket(world: World, 
     client.set_metadata(A, node.name, {**node.metadata, "spile-home": "gs://b/fleet/default"})
     assert prompt("fleet", "stop", "gs://b/fleet/default", "--yes", "--interval", 0.1)[0] == 0
     assert client.nodes(A) == []
+
+
+COMPLETE = "gs://b/activations is complete: nothing is deployed, and no machine is needed"
+
+
+def completed(world: World, prompt: Prompt, tmp_path: Path) -> tuple[object, ...]:
+    """Deploy, and do the workers' work without machines. Return the command that relaunches."""
+    world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed
+    data = ("--dataset", tasks(tmp_path / "rows.jsonl", 4), "--max-seq-length", 64, "--layers", 0)
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, "--workers-per-zone", 2)
+    code, text = prompt(*words, "--model", "embedded", *data, "--create-tpus")
+    assert code == 0, text
+    (tmp_path / "spec.json").write_bytes(fleet_of(world).run_json())
+    return (*words, "--skip-dataset")
+
+
+@pytest.mark.parametrize("how", [(), ("--create-tpus",), ("--monitor",), ("--launch", "ssh"), ("--skip-launch",)])
+def test_a_complete_dataset_needs_no_machine(
+    world: World, prompt: Prompt, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    """A relaunch failed for each machine that had deleted itself; a dry run promised machines and dollars."""
+    words = completed(world, prompt, tmp_path)
+    assert prompt("worker", "--spec", tmp_path / "spec.json", "--claim")[0] == 0
+    assert prompt("tpu", "delete", "--zones", A, "--yes")[0] == 0
+    before = fleet_of(world)
+    for more in (("--dry-run",), ()):
+        code, text = prompt(*words, *how, *more)
+        assert (code, COMPLETE in text) == (0, True), text
+        assert "$" not in text
+        assert world.cloud.cloud.nodes("-") == []
+        assert fleet_of(world) == before
+    code, text = prompt(*words, "--no-checkpointing", "--overwrite", "--create-tpus", "--dry-run")
+    assert (code, "would be created: 2 machines v3-8" in text) == (0, True), text
+
+
+def test_a_relaunch_needs_no_machine_for_a_worker_without_streams(world: World, prompt: Prompt, tmp_path: Path) -> None:
+    words = completed(world, prompt, tmp_path)
+    assert prompt("worker", "--spec", tmp_path / "spec.json", "--stream", 0)[0] == 0
+    client = CloudTpu(read_settings(None))
+    client.delete_node(A, "tpu-us-central1-a-0")
+    assert wait_until(lambda: len(client.nodes(A)) == 1)
+    code, text = prompt(*words, "--create-tpus", "--dry-run")
+    assert (code, "would be created: 1 machine v3-8 (tpu-us-central1-a-0 …)" in text) == (0, True), text
+    assert "which claim 2 streams (1 unfinished) one after another" in text
+    for _ in range(2):
+        code, text = prompt(*words)
+        assert code == 0, text
+        assert "tpu-us-central1-a-0 in us-central1-a: finished: no stream is left for it" in text
+        assert "tpu-us-central1-a-1 in us-central1-a: exists" in text
+    code, text = prompt(*words, "--no-checkpointing", "--overwrite", "--yes")
+    assert (code, "tpu-us-central1-a-0 in us-central1-a: failed: there is no such machine" in text) == (1, True), text
 
 
 def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:

@@ -79,7 +79,7 @@ OTHER_PROGRAMS: dict[str, str] = {
     "gcloud scp": "copy this directory to every host with spile run, and fetch files from hosts with: spile collect",
     "gcloud create": "use: spile tpu create",
     "gcloud delete": "use: spile tpu delete",
-    "gcloud describe-quota": "check what can be known in advance with: spile deploy --dry-run",
+    "gcloud describe-quota": "check what can be known in advance with: spile deploy --create-tpus --dry-run",
     "gcloud auth": "run it without spile; spile uses the credentials that gcloud stores",
     "gcloud config": "run it without spile; spile reads gcloud's project and zone",
     "gcloud": "use spile tpu, spile run, spile logs or spile collect",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -40,10 +40,12 @@ from spile.fleet.deploy import (
     fleet_bucket,
     launch_over_ssh,
     list_existing,
+    machines_to_create,
     prepare_bare_machines,
     publish,
     refuse_active_streams,
     refuse_machines_of_others,
+    unfinished_streams,
 )
 from spile.fleet.home import FleetHome, Lease, check_pinned, fleet_url, machine_metadata, pin_machines, sha256
 from spile.fleet.manage import NodeResult, named_workers
@@ -180,9 +182,14 @@ def deploy(
             request, fleet = request.in_own_folder(error, fleet, bucket, streams)
             check_root(bucket, fleet, streams, cleared=False)
         changed = changes(before, fleet) if before is not None else []
+        left = len(unfinished_streams(fleet, streams, cleared))
+        if not left:
+            log(f"{fleet.root} is complete: nothing is deployed, and no machine is needed")
+            return 0
         if steps.dry_run:
-            _print_plan(fleet, streams, request, changed, cleared)
-            for line in () if steps.skip_launch else check_quota(client, fleet):
+            new = _new_machines(client, fleet, steps)
+            _print_plan(fleet, streams, request, changed, cleared, new, left)
+            for line in check_quota(client, fleet, new) if new else ():
                 log(line)
             return 0
         _confirm_changes(fleet, changed, cleared, yes=steps.yes)
@@ -194,7 +201,7 @@ def deploy(
         code = print_results(pin_machines(client, fleet, home.folder.url) if before is not None else [])
         log(_launch_hint(place, steps, bucket, again=before is not None))
         return code
-    return _launch(client, home, fleet, request.steps)
+    return _launch(client, home, fleet, request.steps, left)
 
 
 @dataclass(frozen=True)
@@ -382,8 +389,8 @@ def _confirm_changes(fleet: FleetSpec, changed: list[str], cleared: list[int], *
         confirm(f"Permanently remove the data of {counted(len(cleared), 'stream')} in {fleet.root}?", yes=yes)
 
 
-def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags) -> int:
-    """Create or find the machines and start the workers on them."""
+def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFlags, left: int) -> int:
+    """Create or find the machines and start the workers on them. ``left``: the number of unfinished streams."""
     from spile.cli.fleet import watch_fleet  # Here, because chains of imports are kept short.
 
     results: list[NodeResult] = []
@@ -396,15 +403,15 @@ def _launch(client: CloudTpu, home: FleetHome, fleet: FleetSpec, steps: DeployFl
     if steps.create_tpus and not steps.adopt and made_here:
         results = _create_machines(client, home, fleet)
     elif not ssh and not steps.monitor:
-        results = list_existing(client, fleet)
+        results = list_existing(client, fleet, left)
     if ssh or bare:
         if bare:
             log(f"{', '.join(bare)}: created without spile's startup script; the worker is started over ssh")
         access = Access(user=steps.user, key=steps.ssh_key)
         results = [each for each in results if (each.failed if ssh else each.name not in bare)]
         results += launch_over_ssh(
-            client, fleet, home.folder.url, access, only=None if ssh else bare, internal_ip=steps.internal_ip,
-            force=steps.force,
+            client, fleet, home.folder.url, access, left, only=None if ssh else bare,
+            internal_ip=steps.internal_ip, force=steps.force,
         )  # fmt: skip
     code = print_results([*results, *not_pinned])
     if steps.monitor:
@@ -423,23 +430,57 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec) -> lis
     return manage.create(client, fleet, partial(machine_metadata, home.folder.url, sha256(fleet.to_json())))
 
 
+def _new_machines(client: CloudTpu, fleet: FleetSpec, steps: DeployFlags) -> list[Worker]:
+    """Return the workers for which this command creates a machine."""
+    if steps.skip_launch or not (steps.monitor or (steps.create_tpus and not steps.adopt)):
+        return []
+    return machines_to_create(client, fleet, monitored=steps.monitor)
+
+
 def _print_plan(
-    fleet: FleetSpec, streams: StreamsPlan, request: _Request, changed: list[str], cleared: list[int]
+    fleet: FleetSpec,
+    streams: StreamsPlan,
+    request: _Request,
+    changed: list[str],
+    cleared: list[int],
+    new: Sequence[Worker],
+    left: int,
 ) -> None:
-    """Print what would be created, changed and paid, for ``--dry-run``."""
+    """Print what would be created, changed and paid, for ``--dry-run``.
+
+    Args:
+        fleet: The fleet that would be deployed.
+        streams: Its streams.
+        request: What the command line asks for.
+        changed: What would change in the deployed fleet.
+        cleared: The streams whose data would be removed.
+        new: The workers for which a machine would be created.
+        left: The number of unfinished streams.
+
+    """
     workers, price = len(fleet.workers), fleet.price
-    log(
-        f"would be created: {counted(workers, 'machine')} {fleet.machine.accelerator_type} ({fleet.workers[0].name} …) "
-        f"in {', '.join(fleet.zones)}, ${price:,.2f} an hour each, ${price * workers:,.2f} together"
-    )
+    if new:
+        zones = ", ".join(dict.fromkeys(worker.zone for worker in new))
+        log(
+            f"would be created: {counted(len(new), 'machine')} {fleet.machine.accelerator_type} ({new[0].name} …) "
+            f"in {zones}, ${price:,.2f} an hour each, ${price * len(new):,.2f} together"
+        )
+    else:
+        steps = request.steps
+        asked = steps.create_tpus or steps.monitor or steps.adopt
+        why = "all exist" if asked else "neither --create-tpus nor --monitor is given"
+        log(f"would be created: no machine ({'--skip-launch' if steps.skip_launch else why})")
     log(f"streams: {streams.url}" + (f", from {streams.local}" if streams.local else ", which exist already"))
     log(f"output: {fleet.root}")
-    log(f"workers: {workers}, which claim {counted(fleet.stream_count, 'stream')} one after another")
+    streams_left = counted(fleet.stream_count, "stream") + (
+        f" ({left} unfinished)" if left < fleet.stream_count else ""
+    )
+    log(f"workers: {workers}, which claim {streams_left} one after another")
     if changed:
         log(f"fleet {fleet.name} is already deployed and would change: {'; '.join(changed)}")
     if cleared:
         log(f"would be removed after confirmation: the data of {counted(len(cleared), 'stream')} in {fleet.root}")
-    found, prices = _estimate(streams, request, fleet), list_prices()
+    found, prices = _estimate(streams, request, fleet, left), list_prices()
     cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     dollars = found.dollars.preemptible if cheap else found.dollars.on_demand
     log(
@@ -452,11 +493,11 @@ def _print_plan(
     log("nothing was created")
 
 
-def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Estimate:
-    """Return an estimate that assumes that all streams are as long as the first one."""
+def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec, left: int) -> Estimate:
+    """Return an estimate for the streams that are left, if all of them are as long as the first one."""
     from spile.planning.forecast import plan as forecast
 
     found = forecast(worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url)), _COUNTED_SAMPLES)
-    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * fleet.stream_count))
+    whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * left))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

@@ -27,9 +27,10 @@ from spile.fleet.home import (
     startup_script,
 )
 from spile.fleet.install import build_wheel
-from spile.fleet.manage import NodeResult, hosts_of, list_nodes, slice_secret
+from spile.fleet.manage import NodeResult, gather_zones, hosts_of, list_nodes, slice_secret
+from spile.fleet.monitor import zone_nodes
 from spile.fleet.provider import NameTaken, NodeState, NotAllowed, Quota, QuotaLimit, Stage
-from spile.fleet.spec import FleetSpec, owns
+from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
 from spile.models import model_files
@@ -38,6 +39,7 @@ from spile.objects.clouds import GoogleBucket
 from spile.objects.preflight import preflight
 from spile.objects.retry import RequestFailure
 from spile.planning.machines import Machine, parse_machine
+from spile.run.claiming import planned_streams
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, RunSpec
 from spile.store.layout import find_streams
@@ -156,7 +158,7 @@ _QUOTA_NAMES = {"v5e": r"TPUV5s(Preemptible)?Litepod", "v5p": "TPUV5P", "v6e": "
 """How the names of a generation's quotas begin, if not as in ``TPUV3``."""
 
 
-def check_quota(client: CloudTpu, fleet: FleetSpec) -> Iterator[str]:
+def check_quota(client: CloudTpu, fleet: FleetSpec, new: Sequence[Worker]) -> Iterator[str]:
     """Yield a line for each limit that the fleet's machines count against. Raise :class:`Quota` if one is too small.
 
     The API lists limits, not what is in use, so the machines in the fleet's zones are counted. Quota is no promise of
@@ -172,8 +174,7 @@ def check_quota(client: CloudTpu, fleet: FleetSpec) -> Iterator[str]:
     cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     limits = [each for each in limits if _counts(each, machine, cheap=cheap, reserved=fleet.machine.reserved)]
     nodes = list_nodes(client, fleet.zones)
-    there = {(node.zone, node.name) for node in nodes}
-    missing = [worker.zone for worker in fleet.workers if (worker.zone, worker.name) not in there]
+    missing = [worker.zone for worker in new]
     used = [
         (node.zone, _size(node.accelerator_type))
         for node in nodes
@@ -402,15 +403,46 @@ def prepare_bare_machines(provider: CloudTpu, fleet: FleetSpec, home: FleetHome)
     return bare
 
 
-def list_existing(provider: CloudTpu, fleet: FleetSpec) -> list[NodeResult]:
-    """Return a result for each worker: its machine takes the deployment by itself, or there is none."""
+def unfinished_streams(fleet: FleetSpec, streams: StreamsPlan, cleared: Collection[int]) -> list[int]:
+    """Return the streams that workers would claim. ``cleared``: the streams whose data will be removed."""
+    data = replace(RunSpec.from_dict(fleet.run).data, dataset_dir=str(streams.local or streams.url))
+    views = {view.number: view for view in SnapshotReader(open_folder(fleet.root)).take().streams}
+    return [
+        number
+        for number, planned in planned_streams(data).items()
+        if number in cleared or number not in views or not planned.is_done(views[number])
+    ]
+
+
+def machines_to_create(provider: CloudTpu, fleet: FleetSpec, *, monitored: bool) -> list[Worker]:
+    """Return the workers without a machine; ``monitored``: a monitor also replaces dead machines and moves others."""
+    nodes = gather_zones(partial(zone_nodes, fleet, provider), fleet.zones)
+    if monitored:
+        alive = {node.name for node in nodes if node.state.stage is not Stage.DEAD}
+        return [worker for worker in fleet.workers if worker.name not in alive]
+    taken = {(node.zone, node.name) for node in nodes}
+    return [worker for worker in fleet.workers if (worker.zone, worker.name) not in taken]
+
+
+def _without_machine(worker: Worker, needed: bool, fix: str) -> NodeResult:
+    if not needed:
+        return NodeResult(worker.name, worker.zone, "finished", "no stream is left for it, so it needs no machine")
+    return NodeResult(worker.name, worker.zone, "failed", f"there is no such machine{fix}")
+
+
+def list_existing(provider: CloudTpu, fleet: FleetSpec, left: int) -> list[NodeResult]:
+    """Return a result for each worker: its machine takes the deployment by itself, or there is none.
+
+    Without a machine for each of the ``left`` unfinished streams, a missing machine is a failure.
+    """
     nodes = {node.name: node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node)}
+    alive = sum(node.state.stage in (Stage.RUNNING, Stage.STARTING) for node in nodes.values())
     results = []
     for worker in fleet.workers:
         node = nodes.get(worker.name)
         if node is None:
-            detail = "there is no such machine of this fleet; create it with --create-tpus or --monitor"
-            results.append(NodeResult(worker.name, worker.zone, "failed", detail))
+            fix = " of this fleet; create it with --create-tpus or --monitor"
+            results.append(_without_machine(worker, alive < left, fix))
         else:
             results.append(NodeResult(worker.name, node.zone, "exists", "it takes this deployment by itself"))
     return results
@@ -431,12 +463,16 @@ def launch_over_ssh(
     fleet: FleetSpec,
     home: str,
     access: Access,
+    left: int,
     *,
     only: Collection[str] | None = None,
     internal_ip: bool = False,
     force: bool = False,
 ) -> list[NodeResult]:
-    """Run the startup script on every host of every machine that is READY, all at once; ``only`` on these machines."""
+    """Run the startup script on every host of every machine that is READY, all at once; ``only`` on these machines.
+
+    Without a machine for each of the ``left`` unfinished streams, a missing machine is a failure.
+    """
     names = {worker.name for worker in fleet.workers if only is None or worker.name in only}
     nodes = [node for node in list_nodes(provider, fleet.zones) if owns(fleet.name, node) and node.name in names]
     ready = [node for node in nodes if node.state is NodeState.READY]
@@ -444,8 +480,7 @@ def launch_over_ssh(
         NodeResult(node.name, node.zone, "failed", f"it is {node.state.value}") for node in nodes if node not in ready
     ]
     missing = names - {node.name for node in nodes}
-    zones = {worker.name: worker.zone for worker in fleet.workers}
-    results += [NodeResult(name, zones[name], "failed", "there is no such machine") for name in sorted(missing)]
+    results += [_without_machine(worker, len(ready) < left, "") for worker in fleet.workers if worker.name in missing]
     if not ready:
         raise SpecError("no machine to log in to", expected="READY machines of the fleet", found=str(len(nodes)))
     hosts = [host for node in ready for host in hosts_of([node], node.name, internal_ip=internal_ip)]

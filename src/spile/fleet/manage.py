@@ -45,7 +45,9 @@ class NodeResult:
 
     name: str
     zone: str
-    outcome: Literal["created", "requested", "exists", "adopted", "deleted", "deleting", "failed", "skipped"]
+    outcome: Literal[
+        "created", "requested", "exists", "finished", "adopted", "deleted", "deleting", "failed", "skipped"
+    ]
     detail: str = ""
 
     @property

@@ -71,7 +71,7 @@ def _each(pool: Executor | None, function: Callable[[In], Out], items: Iterable[
     return list(pool.map(function, items) if pool is not None else map(function, items))
 
 
-def _zone_nodes(fleet: FleetSpec, provider: CloudTpu, zone: str) -> list[Node]:
+def zone_nodes(fleet: FleetSpec, provider: CloudTpu, zone: str) -> list[Node]:
     """Return the nodes of a zone; a queued resource without a node is shown as one."""
     nodes = provider.nodes(zone)
     if not fleet.queued:
@@ -103,7 +103,7 @@ def observe(
 ) -> Observed:
     """List every zone, and request the state of every pending operation. Zones fail independently."""
     zones = fleet.possible_zones
-    listed = _each(pool, partial(_attempt, _zone_nodes, fleet, provider), zones)
+    listed = _each(pool, partial(_attempt, zone_nodes, fleet, provider), zones)
     found = dict(zip(zones, listed, strict=True))
     waiting = [past.pending for past in history.workers.values() if past.pending and past.pending.operation]
     # The state of an operation that cannot be read shows in the next listing.

@@ -46,7 +46,7 @@ def work_on_claims(
     hosts, root = hosts or WorkerGroup(), open_folder(output)
     goal = data.max_samples, data.max_tokens, data.max_bytes, data.expect_split  # what ends a stream
     book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=repr(goal))
-    snapshots, left = SnapshotReader(root), _planned_streams(data)
+    snapshots, left = SnapshotReader(root), planned_streams(data)
     count, finished, failed = len(left), 0, list[SpileError]()
     for turn in itertools.count(1):  # A key of a pod must not be used twice: other hosts would read its old value.
         claim = take_unfinished(book, snapshots, left) if hosts.first else None
@@ -125,7 +125,8 @@ def take_unfinished(
             return claim
 
 
-def _planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
+def planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
+    """Return the streams of the data, by number."""
     if data.dataset_dir is None:  # the rows of one dataset, in turn or by a single stream
         first = stream_file_number(data.dataset) or 0
         numbers = range(data.of_streams) if data.of_streams is not None else [first]
