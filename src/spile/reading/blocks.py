@@ -44,8 +44,8 @@ _OPEN_BYTES = 320_000_000
 whole."""
 _WINDOW = 1 << 14
 """Samples whose lengths are read at once by a reader in the order of the data."""
-_GROUP_BYTES, _MOST_GROUP_BYTES, _STREAM_BYTES = 8 << 20, 128 << 20, 1 << 20
-"""The rows that it loads at once: at least, at most, and for each stream that has samples in turn."""
+_THREAD_BYTES, _STREAM_BYTES, _MOST_GROUP_BYTES = 4 << 20, 1 << 20, 128 << 20
+"""The rows that it loads at once: for each thread or, if that is more, for each stream; and at most."""
 
 _Array = npt.NDArray[Any]
 _Mask = npt.NDArray[np.bool_]
@@ -275,7 +275,7 @@ class StoredBlocks(BlockSource):
 
     def _load_in_order(self, first: int, last: int) -> Iterator[OrderedRows]:
         streams = len({stream.number for stream, _ in self._shards})
-        held = min(max(_GROUP_BYTES, streams * _STREAM_BYTES), _MOST_GROUP_BYTES)
+        held = min(max(self.threads * _THREAD_BYTES, streams * _STREAM_BYTES), _MOST_GROUP_BYTES)
         most = max(1, held // max(16, self.row_bytes))
         for begin in range(first, last, _WINDOW):
             window = np.arange(begin, min(begin + _WINDOW, last))

@@ -18,12 +18,15 @@ from spile.data.lines import embedded_tasks
 from spile.data.split import prepare_streams
 from spile.engines.local import LocalEngine
 from spile.engines.supervisor import StreamTask, WorkerEnd
+from spile.errors import Damaged
 from spile.objects import open_folder
 from spile.proof.verification import verify
 from spile.reading.blocks import SampleTable
 from spile.reading.dataset import Dataset, TokenRows
 from spile.reading.export import export_dataset
 from spile.spec.run import DataSpec
+from spile.store.ledger import seal
+from spile.store.writer import parse_stream
 from spile.view.web.pages import Viewer
 from spile.view.web.roots import Root
 from unit.cli.refusals import SMALL
@@ -184,8 +187,7 @@ def test_readers_and_exports_hold_little(
     several: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
     """Groups of a few rows and windows of a few samples: samples come in parts, and the streams are merged."""
-    for name in ("_GROUP_BYTES", "_MOST_GROUP_BYTES"):
-        monkeypatch.setattr(f"spile.reading.blocks.{name}", held)
+    monkeypatch.setattr("spile.reading.blocks._MOST_GROUP_BYTES", held)
     monkeypatch.setattr("spile.reading.blocks._WINDOW", 7)
     monkeypatch.setattr("spile.reading.export._NOTES", 9)
     monkeypatch.setattr("spile.reading.export._FILE_BYTES", 40_000)
@@ -329,3 +331,14 @@ def test_added_taps_and_packed_sequences_have_the_order(texts: Path, extract: Ca
     assert [(ref.index, ref.stream) for ref in packed.samples] == sorted(
         (ref.index, ref.stream) for ref in packed.samples
     )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"turn": 0}, {"turn": 1, "streams": None}, {"turn": 1, "streams": 0}, {"turn": "1"}]
+)
+def test_a_forged_turn_is_refused(one: Dataset, changes: dict[str, Any]) -> None:
+    record = json.loads(open_folder(one.root.url).get("stream_0/stream.json"))
+    del record["crc32c"]
+    with pytest.raises(Damaged, match="is not the record of a stream"):
+        parse_stream(seal({**record, "streams": 2, **changes}), "stream.json")
+    assert parse_stream(seal({**record, "streams": 2, "turn": 3}), "stream.json").identity.turn == 3

@@ -101,7 +101,7 @@ def test_any_range_is_read_and_checked(
 
 
 def _read(shard: ShardReader) -> list[RowBatch]:
-    with patch("spile.reading.blocks._GROUP_BYTES", 100):
+    with patch("spile.reading.blocks._MOST_GROUP_BYTES", 100):
         return list(_batches(shard, "residual.0", 3))
 
 
@@ -167,7 +167,7 @@ def test_added_taps_may_be_cut_otherwise(tmp_path: Path) -> None:
     for tap, chunking, (_, rows) in zip(taps, cuts, made, strict=True):
         assert shard.chunk_rows(tap.name) == chunking.rows[tap.name]
         assert shard.chunk_bytes(tap.name) == (60 if tap.name == "residual.0" else 80)
-        with patch("spile.reading.blocks._GROUP_BYTES", 100):
+        with patch("spile.reading.blocks._MOST_GROUP_BYTES", 100):
             parts = list(_batches(shard, tap.name, 7))
         np.testing.assert_array_equal(np.concatenate([part.rows for part in parts]), rows)
         np.testing.assert_array_equal(shard.rows(tap.name, 3, 17), rows[3:17])
