@@ -15,6 +15,7 @@ from spile.hosts.files import assemble
 from spile.objects import open_folder
 from spile.proof.verification import verify
 from spile.store.writer import StreamRecord, read_stream, stream_bytes
+from world import produce
 
 pytestmark = pytest.mark.slow
 WORDS = (
@@ -75,3 +76,16 @@ def test_parts_of_a_stream_and_of_its_second_start_are_not_merged(
     file.write_bytes(stream_bytes(other))
     with pytest.raises(Damaged, match=r"hold different streams for stream_0"):
         assemble(tmp_path / "all", [disk / "activations" for disk in disks])
+
+
+def test_only_files_of_the_dataset_are_assembled(tmp_path: Path) -> None:
+    parts = [tmp_path / "worker_0", tmp_path / "worker_1"]
+    for part in parts:
+        produce(open_folder(str(part)), 12, worker_id=parts.index(part))
+    wanted = {path.relative_to(part) for part in parts for path in part.rglob("*") if path.is_file()}
+    (parts[0] / ".env").write_text("secret")
+    (parts[1] / "tpu_1" / "notes.txt").write_text("mine")
+    (parts[1] / "tpu_1" / "suspects.json").symlink_to("/etc/hostname")
+    assert assemble(tmp_path / "all", parts)
+    assert {path.relative_to(tmp_path / "all") for path in (tmp_path / "all").rglob("*") if path.is_file()} == wanted
+    assert verify(str(tmp_path / "all")).ok
