@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from spile.errors import SpecError, SpileError, UserError, name_arguments
+from spile.errors import Failure, SpecError, SpileError, UserError, name_arguments
 from spile.spec.run import (
     Backend,
     BadRows,
@@ -69,6 +70,7 @@ class RunOptions(TypedDict, total=False):
     max_seq_length: int
     long: LongPolicy
     max_samples: int | None
+    max_samples_per_stream: int | None
     max_tokens: int | str | None
     max_bytes: int | str | None
     seed: int
@@ -192,6 +194,7 @@ def extract(
     output: str | os.PathLike[str] | None = None,
     *,
     taps: Sequence[str] | str | None = None,
+    num_workers: int | None = None,
     progress: Progress | bool | None = None,
     stop: threading.Event | None = None,
     hosts: WorkerGroup | None = None,
@@ -206,6 +209,7 @@ def extract(
             ``datasets.Dataset``, or a frame of pandas or polars.
         output: Where the activations are stored: a folder, ``gs://…``, ``s3://…`` or ``az://…``.
         taps: What to store, such as ``["residual.12", "mlp.3-5"]``.
+        num_workers: Compute in this many processes of this machine. The data is then given by its name.
         progress: True shows the progress, False does not; None shows it in a notebook. Or counters for a display of
             your own.
         stop: Set it to commit what is done and return.
@@ -213,7 +217,7 @@ def extract(
         options: The flags of ``spile extract``, with underscores.
 
     Returns:
-        What the stream holds afterwards.
+        What the stream, or with ``num_workers`` the dataset, holds afterwards.
 
     Raises:
         spile.errors.UserError: An argument is wrong; nothing was changed.
@@ -222,6 +226,8 @@ def extract(
     from spile.run.worker import run_stream
 
     spec = _run_spec("extract", model, data, output, taps, options)
+    if num_workers is not None:
+        return _extract_with_workers(spec, num_workers, progress, stop, hosts)
     with _progress_display(progress, stop) as (counters, ended):
         return run_stream(spec, progress=counters, stop=ended, hosts=hosts)
 
@@ -553,6 +559,49 @@ def _run_spec(
     from spile.data.sources import with_rows
 
     return replace(spec, data=with_rows(spec.data, data))
+
+
+def _extract_with_workers(
+    spec: RunSpec,
+    workers: int,
+    progress: Progress | bool | None,
+    stop: threading.Event | None,
+    hosts: WorkerGroup | None,
+) -> Summary:
+    from spile.compute.progress import Progress, summarize
+    from spile.engines.registry import EngineOptions
+    from spile.engines.run import run_on_engine
+    from spile.objects import open_folder
+    from spile.store.ledger import Ledger
+    from spile.store.run import read_run
+    from spile.store.stored_stream import open_streams
+    from spile.view.engine import engine_display
+
+    options = EngineOptions(num_workers=workers)
+    if spec.data.rows is not None:
+        raise SpecError("num_workers", expected="data by its name", found=spec.data.dataset, fix="write it to a file")
+    if hosts is not None or isinstance(progress, Progress):
+        raise SpecError("num_workers", expected="progress=True or False, and no hosts", found="counters or a pod")
+    display = partial(engine_display, quiet=not progress, event=stop)
+    outcome = run_on_engine(spec, options, display, log=print if progress else lambda _line: None)
+    if outcome.failed:
+        number, problem = next(iter(outcome.failed.items()))
+        kind = UserError if outcome.refused else Failure
+        raise kind(f"stream {number} of {spec.output} failed", found=problem)
+    root = open_folder(spec.output)
+    run = read_run(root)
+    ledgers = [] if run is None else [Ledger().plus(stream.commits) for stream in open_streams(root, run)]
+    return summarize(
+        root,
+        ledgers,
+        Progress(),
+        stream=root.url,
+        complete=not outcome.interrupted,
+        interrupted=outcome.interrupted,
+        skipped=sum(ledger.skipped for ledger in ledgers),
+        quarantined=tuple(skip for ledger in ledgers for skip in ledger.quarantined),
+        device=f"{workers} workers",
+    )
 
 
 def _plain_values(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _extract(guide: str, line: str, environment: dict[str, str] | None = None, *
 def _deploy(line: str, zones: str, workers: int, **steps: Any) -> OldLine:
     flags = {f"steps.{name}": value for name, value in steps.items() if name != "max_samples"}
     if "max_samples" in steps:
-        flags["flags.max_samples"] = steps["max_samples"]
+        flags["flags.max_samples_per_stream"] = steps["max_samples"]
     return OldLine(
         "001", line, "deploy",
         {"flags.gcs_bucket": "fineweb-data-us-central1", "place.zones": zones, "machines.workers_per_zone": workers,

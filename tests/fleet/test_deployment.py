@@ -53,7 +53,7 @@ def test_a_fleet_survives_a_preemption_and_ends_with_nothing_left(world: World) 
     world.cloud.admin("stock", {"zone": B, "available": False})
     world.gcs.faults.add("hang", method="PUT", target="/commits/0002", count=-1, seconds=300)  # not before the end
     with log.open("w") as out:
-        words = (*DEPLOY, "--zones", f"{A},{B}", "--max-samples", "16", "--shard-size-gb", "0.0003")
+        words = (*DEPLOY, "--zones", f"{A},{B}", "--max-samples-per-stream", "16", "--shard-size-gb", "0.0003")
         process = world.start(*words, log=out)
         stream = None
         deadline = time.monotonic() + 280

@@ -346,14 +346,18 @@ def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: Wo
 def test_max_samples_limits_what_is_prepared_and_uploaded(world: World, prompt: Prompt, tmp_path: Path) -> None:
     """Streams of the whole dataset were uploaded, of which workers read the first samples."""
     data = ("--model", "embedded", "--dataset", tasks(tmp_path / "many.jsonl", 500), "--prompt", "text")
-    code, text = prompt(*PREPARE, *data, "--workers-per-zone", 2, "--max-samples", 3)
-    assert (code, "6 samples of " in text, "in 2 streams, as --max-samples 3 of each" in text) == (0, True, True), text
+    code, text = prompt(*PREPARE, *data, "--workers-per-zone", 2, "--max-samples", 5, "--fleet", "first")
+    assert (code, "5 samples of " in text, "in 2 streams, as --max-samples 5 needs" in text) == (0, True, True), text
+    each = ("--gcs-prefix", "each", "--max-samples-per-stream")
+    code, text = prompt(*PREPARE, *data, "--workers-per-zone", 2, *each, 3)
+    assert (code, "6 samples of " in text) == (0, True), text
+    assert "in 2 streams, as --max-samples-per-stream 3 needs no more" in text
     streams = open_folder(fleet_of(world).streams or "")
     assert [len(streams.get(f"stream_{number:03d}.jsonl").splitlines()) for number in range(2)] == [3, 3]
     again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset", "--yes")
-    code, text = prompt(*again, "--max-samples", 4)
-    assert (code, "has fewer samples than --max-samples 4 of each stream needs" in text) == (2, True), text
-    assert prompt(*again, "--max-samples", 2)[0] == 0
+    code, text = prompt(*again, *each, 4)
+    assert (code, "has fewer samples than --max-samples-per-stream 4 needs" in text) == (2, True), text
+    assert prompt(*again, *each, 2)[0] == 0
 
 
 def test_a_fleet_is_listed_looked_at_and_stopped(world: World, prompt: Prompt) -> None:

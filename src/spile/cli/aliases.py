@@ -151,6 +151,8 @@ def translate(words: list[str], environment: Mapping[str, str]) -> list[str]:
         ours = _rename_flags(given, {old: new for old, new in FLAGS.items() if old not in kept})
     else:
         ours = _rename_flags(_drop_answers_dir(_rename_version(given, command), command), FLAGS)
+    if script == "deploy_to_tpus.sh":
+        ours = _rename_flags(ours, {"--max-samples": "--max-samples-per-stream"})  # "Limit samples per stream"
     if script and command in RUNS:
         ours = [*ours, *_flags_from_variables(script, command, ours, environment), f"--guide-script={script}"]
     return ours + words[end:]

@@ -26,7 +26,7 @@ from spile.cli.flags import (
     log,
     print_results,
 )
-from spile.data.split import StreamsPlan, existing_streams, local_streams, split_streams
+from spile.data.split import StreamsPlan, existing_streams, local_streams, of_stream, split_streams
 from spile.errors import RunMismatch, SpecError
 from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu, check_zone
@@ -497,7 +497,8 @@ def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec, left: i
     """Return an estimate for the streams that are left, if all of them are as long as the first one."""
     from spile.planning.forecast import plan as forecast
 
-    found = forecast(worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url)), _COUNTED_SAMPLES)
+    spec = worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url))
+    found = forecast(replace(spec, data=of_stream(spec.data, 0)), _COUNTED_SAMPLES)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * left))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

@@ -109,6 +109,7 @@ def worker(
     spec: Annotated[str, Parameter(allow_leading_hyphen=True)],
     stream: int | None = None,
     clear: str | None = None,
+    check: bool = False,
     claim: bool = False,
     worker_name: str | None = None,
     claim_seconds: float = 90.0,
@@ -127,6 +128,7 @@ def worker(
         stream: The number of the stream.
         clear: With --stream: first remove what the stream holds, if its stream.json still has this hash. spile extract
             --overwrite passes it; a worker that is started again resumes.
+        check: With --stream: only check the spec, the model and the data, and write nothing.
         claim: Instead of --stream: claim one unfinished stream after another.
         worker_name: With --claim: a name that no other running worker has. [default: host and process]
         claim_seconds: With --claim: seconds without a renewal after which another worker's stream is taken over.
@@ -140,7 +142,12 @@ def worker(
         return _run_claimed_streams(found, pod, worker_name, claim_seconds, verbose)
     if stream is None:
         raise SpecError("--stream", expected="the number of a stream, or --claim", found="neither")
-    return run_stream(found.for_stream(stream), pod, pod.identity(), verbose, clear=clear)
+    if check:
+        from spile.run.worker import check_run
+
+        check_run(_of_stream(found, stream), start_over=clear is not None)
+        return 0
+    return run_stream(_of_stream(found, stream), pod, pod.identity(), verbose, clear=clear)
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
@@ -155,12 +162,18 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
         return work_on_claims(
             spec.data,
             spec.output,
-            lambda stream: run_stream(spec.for_stream(stream), pod, identity, verbose, hosts),
+            lambda stream: run_stream(_of_stream(spec, stream), pod, identity, verbose, hosts),
             worker=name,
             expiry=seconds,
             hosts=hosts,
             log=log,
         )
+
+
+def _of_stream(spec: RunSpec, stream: int) -> RunSpec:
+    from spile.data.split import of_stream
+
+    return replace(spec, data=of_stream(spec.data, stream))
 
 
 def _read_spec(location: str) -> RunSpec:

@@ -294,13 +294,22 @@ def _problem_count(report: Report, kind: Kind, problems: int) -> str:
     return f"{' and '.join(amounts) or problems} {kind}"
 
 
+def _made_its_streams(root: str) -> bool:
+    """Return whether the command of the run made its streams, so that the same command also begins the others."""
+    from spile.store.run import stored_spec
+
+    spec = stored_spec(open_folder(root))
+    return spec is not None and spec.data.dataset_dir in (None, f"{spec.output.rstrip('/')}/streams")
+
+
 def _hint(report: Report, *, damaged: bool) -> str:
     """Return what to do next, if the dataset only has to be continued."""
     if damaged:
         return ""
     unfinished = any(problem.kind == "missing" for stream in report.streams for problem in stream.problems)
-    again = "; run the same spile extract again to finish it" if unfinished else ""
-    if not report.never_begun:
+    own = _made_its_streams(report.root)
+    again = "; run the same spile extract again to finish it" if unfinished or (own and report.never_begun) else ""
+    if own or not report.never_begun:
         return again
     first = next(iter(report.never_begun))
     return f"{again}; begin the others: spile extract with --worker-id {first} …, or prove some alone with --streams"

@@ -50,4 +50,4 @@ class ResolvedRun:
 
     def expected_samples(self, ledger: Ledger) -> int | None:
         """Return the number of samples that the stream must hold, if it is known before the stream is read."""
-        return ledger.expected(self.stream_identity.samples, self.spec.data.max_samples, self.token_limit)
+        return ledger.expected(self.stream_identity.samples, self.spec.data.sample_limit, self.token_limit)

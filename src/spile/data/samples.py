@@ -167,12 +167,17 @@ class SampleStream:
         count = self.prompt.predictions_per_task
         return self.prompt.pack or bool(len(Ranges([(part.first * count, part.stop * count)]) - done))
 
+    @property
+    def _limit(self) -> int:
+        limit = self._spec.sample_limit
+        return MAX_INDEX if limit is None else limit
+
     def _chunks(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield samples in chunks and, if all rows were read, the number of all samples."""
         if self.prompt.pack:
             yield from self._packed_sequences(done, reader)
             return
-        limit = min(self._spec.max_samples or MAX_INDEX, _end_of_wanted(done))
+        limit = min(self._limit, _end_of_wanted(done))
         for items in _chunked(self._prompts(done, limit, reader)):
             encoded = iter(_encode([item for item in items if isinstance(item, Prompt)], self._tokenizer))
             yield [item if isinstance(item, Skip) else self._to_sample(item, next(encoded)) for item in items]
@@ -204,7 +209,7 @@ class SampleStream:
 
     def _packed_sequences(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield packed sequences and, if all rows were read, their number."""
-        limit, index = self._spec.max_samples or MAX_INDEX, 0
+        limit, index = self._limit, 0
         for name, tokens in pack(self._documents(reader), self._spec.max_seq_length, self._tokenizer):
             if index >= limit:
                 return
@@ -383,10 +388,10 @@ def _end_of_wanted(done: Ranges) -> int:
 
 
 def lines_needed(spec: DataSpec, prompt: PromptSpec) -> int | None:
-    """Return the number of lines that ``max_samples`` needs, or None if all are needed."""
-    if spec.max_samples is None or prompt.pack:
+    """Return the number of lines that the limit of the samples needs, or None if all are needed."""
+    if spec.sample_limit is None or prompt.pack:
         return None
-    return -(-spec.max_samples // prompt.predictions_per_task)
+    return -(-spec.sample_limit // prompt.predictions_per_task)
 
 
 def _chunked(items: Iterator[Prompt | Skip]) -> Iterator[list[Prompt | Skip]]:

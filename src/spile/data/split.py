@@ -34,7 +34,7 @@ from spile.data.tables import RowSource
 from spile.errors import DataError, SpecError
 from spile.objects import is_remote, open_folder
 from spile.spec.amounts import counted
-from spile.spec.run import DataSpec, PromptSpec, stream_file, stream_file_number
+from spile.spec.run import DataSpec, LimitShare, PromptSpec, stream_file, stream_file_number
 
 MAX_STREAMS = 10_000
 _BUFFERS = 16 << 20
@@ -243,17 +243,17 @@ class StreamsPlan:
             )
 
     def check_limit(self, data: DataSpec) -> None:
-        """Raise if an earlier deployment prepared fewer rows than ``data.max_samples`` of each stream need."""
-        lines = lines_needed(data, data.prompt)
+        """Raise if an earlier deployment prepared fewer rows than the limits of the run need."""
+        lines = _rows_needed(data, self.count)
         if lines is None or self.manifest is None:
             return
         prepared = self.manifest.source.get("max_samples")
-        if isinstance(prepared, int) and prepared <= self.manifest.samples and prepared < lines * self.count:
+        if isinstance(prepared, int) and prepared <= self.manifest.samples and prepared < lines:
             raise DataError(
-                f"{self.url} has fewer samples than --max-samples {data.max_samples} of each stream needs",
-                expected=f"{lines * self.count:,} rows in {counted(self.count, 'stream')}",
+                f"{self.url} has fewer samples than {data.limits} needs",
+                expected=f"{lines:,} rows in {counted(self.count, 'stream')}",
                 found=f"{prepared:,}",
-                fix="leave out --skip-dataset to prepare more, or give a smaller --max-samples",
+                fix="leave out --skip-dataset to prepare more, or give a smaller limit",
             )
 
     def put(self, log: Callable[[str], None]) -> None:
@@ -295,15 +295,68 @@ def split_streams(
 ) -> Iterator[StreamsPlan]:
     """Split a dataset into streams in a temporary local folder, which exists inside the ``with`` block.
 
-    ``data`` selects the rows. ``limited``: prepare no more rows than ``data.max_samples`` needs.
+    ``data`` selects the rows. ``limited``: prepare no more rows than the limits of the run need.
     """
-    lines = lines_needed(data, data.prompt) if limited else None
-    selection = replace(_selection(data), max_samples=None if lines is None else lines * count)
+    lines = _rows_needed(data, count) if limited else None
+    selection = replace(_selection(data), max_samples=lines)
     with tempfile.TemporaryDirectory(prefix="spile-streams-") as folder:
         made = make_streams(dataset, Path(folder), count, selection=selection, seed=None)
-        bound = "" if lines is None else f", as --max-samples {data.max_samples} of each stream needs no more"
+        bound = "" if lines is None else f", as {data.limits} needs no more"
         log(f"{made.tally.samples:,} samples of {dataset} in {counted(count, 'stream')}{bound}")
         yield local_streams(Path(folder), below)
+
+
+def _rows_needed(data: DataSpec, streams: int) -> int | None:
+    """Return the number of rows that the limits of the samples need; None if all. Each stream gets at least one."""
+    run = lines_needed(replace(data, max_samples_per_stream=None), data.prompt)
+    each = lines_needed(replace(data, max_samples=None), data.prompt)
+    found = min((lines for lines in (run, None if each is None else each * streams) if lines is not None), default=None)
+    return None if found is None else max(found, streams)
+
+
+def of_stream(data: DataSpec, number: int) -> DataSpec:
+    """Return the data of one stream of a run, with its part of the limits of the run.
+
+    The limits count the first samples of the data: in the order of the input if the streams have its rows in turn,
+    otherwise stream by stream.
+
+    Raises:
+        DataError: The number of samples in the streams before this one is not known.
+    """
+    data = replace(data, worker_id=number)
+    if data.max_samples is None and data.max_tokens is None and data.max_bytes is None:
+        return data
+    turn = 1 if data.prompt.pack else data.prompt.predictions_per_task
+    if data.of_streams is not None:
+        return replace(
+            data, share=LimitShare(in_turn(data.max_samples, number, data.of_streams, turn), data.of_streams)
+        )
+    if data.dataset_dir is None:
+        return data
+    folder = open_folder(data.dataset_dir)
+    manifest = read_manifest(folder)
+    count = len(list_streams(folder)) if manifest is None else len(manifest.streams)
+    own = data.max_samples
+    if manifest is not None and manifest.seed is None:
+        own = in_turn(own, number, count, turn)
+    elif own is not None and count > 1:
+        if manifest is None or data.prompt.pack:
+            raise DataError(
+                f"--max-samples with {counted(count, 'stream')} of {folder.url}",
+                expected="the number of samples of each stream, in streams.json",
+                found="no streams.json" if manifest is None else "--pack, which makes other samples of them",
+                fix="limit each stream instead: --max-samples-per-stream",
+            )
+        own = max(0, own - turn * sum(entry.samples for entry in manifest.streams[:number]))
+    return replace(data, share=LimitShare(own, count))
+
+
+def in_turn(limit: int | None, number: int, streams: int, turn: int) -> int | None:
+    """Return how many of the first ``limit`` samples a stream has, if streams have rows of ``turn`` samples in turn."""
+    if limit is None:
+        return None
+    rows, rest = divmod(limit, turn)
+    return max(0, -(-(rows - number) // streams)) * turn + (rest if rows % streams == number else 0)
 
 
 def _selection(data: DataSpec) -> RowSelection:

@@ -248,12 +248,16 @@ def cluster_check(output: str, inputs: tuple[str, ...]) -> Iterator[ClusterCheck
     """Create the checks for :meth:`Engine.check`. The token object exists only inside the ``with`` block."""
     home = open_folder(output)
     preflight(home)
+    place = home.local_path
+    absent = [] if place is None else [each for each in (place, *place.parents) if not each.exists()]
     token = access_check_name()
     home.put(token, b"spile\n")
     try:
         yield ClusterCheck(output, token, inputs)
     finally:
         home.delete(token)
+        for each in absent:  # A run that is refused later leaves no folder.
+            each.rmdir()
 
 
 # -- the supervisor ---------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def plan(spec: RunSpec, count: int = 1000) -> Forecast:
 
 def _count(stream: SampleStream, spec: RunSpec, count: int, samples: int | None) -> Lengths:
     """Return the lengths of ``count`` of the first ``samples`` samples; None counts all."""
-    most = spec.data.max_samples
+    most = spec.data.sample_limit
     total = samples if most is None or samples is None else min(most, samples)
     done = Ranges() if total is None else _all_except(total, count)
     items = with_positions(stream.read(done), spec)
@@ -181,21 +181,26 @@ def _count(stream: SampleStream, spec: RunSpec, count: int, samples: int | None)
 
 def _estimate(spec: RunSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> Lengths:
     """Return the lengths of samples at the beginning of a large dataset, and an estimate of the number of samples."""
-    head, total = stream.identity.head or 0, estimate_rows(spec.data)
+    head, total, limit = stream.identity.head or 0, estimate_rows(spec.data), spec.data.sample_limit
     total = head if total is None else max(head, total)
     if spec.data.prompt.pack:  # documents are counted one by one, and then cut into full sequences
         prompt = replace(stream.prompt, pack=False)
-        single = replace(spec, data=replace(spec.data, prompt=prompt, max_seq_length=1 << 20, max_samples=None))
+        single = replace(
+            spec,
+            data=replace(
+                spec.data, prompt=prompt, max_seq_length=1 << 20, max_samples=None, max_samples_per_stream=None
+            ),
+        )
         documents = open_stream(single.data, tokenizer, read_all=False)
         tokens = replace(_count(documents, single, count, head), samples=total, head=head).tokens
         length = spec.data.max_seq_length
-        most = min(spec.data.max_samples or MAX_INDEX, max(1, tokens // length))
+        most = min(MAX_INDEX if limit is None else limit, max(1, tokens // length))
         return Lengths([length], most, head)
     each = stream.prompt.predictions_per_task
     lengths = _count(stream, spec, count, head * each)
-    if spec.data.max_samples is not None and spec.data.max_samples <= head * each:
+    if limit is not None and limit <= head * each:
         return lengths
-    return replace(lengths, samples=min(total * each, spec.data.max_samples or MAX_INDEX), head=head)
+    return replace(lengths, samples=min(total * each, MAX_INDEX if limit is None else limit), head=head)
 
 
 def _all_except(total: int, count: int) -> Ranges:

@@ -487,6 +487,9 @@ class TokenRows:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for sample in self._dataset:
             roles = np.full(len(sample.context), -1)

@@ -13,7 +13,7 @@ from spile.data.manifest import list_streams, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpileError
 from spile.objects import open_folder
 from spile.run.pod.pod import WorkerGroup
-from spile.spec.run import DataSpec, stream_file_number
+from spile.spec.run import LIMITS, DataSpec, stream_file_number
 from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
 
@@ -44,7 +44,7 @@ def work_on_claims(
         log: Called with each log line.
     """
     hosts, root = hosts or WorkerGroup(), open_folder(output)
-    goal = data.max_samples, data.max_tokens, data.max_bytes, data.expect_split  # what ends a stream
+    goal = *(getattr(data, name) for name in LIMITS), data.expect_split  # what ends a stream
     book = ClaimBook(root, worker or f"{socket.gethostname()}-{os.getpid()}", expiry=expiry, goal=repr(goal))
     snapshots, left = SnapshotReader(root), planned_streams(data)
     count, finished, failed = len(left), 0, list[SpileError]()

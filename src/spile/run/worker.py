@@ -103,6 +103,13 @@ def run_stream(
     return _finish(run, stream, progress, hosts, finished=finished, device=device)
 
 
+def check_run(spec: RunSpec, *, start_over: bool = False) -> None:
+    """Raise what :func:`run_stream` would raise before it loads the model. Nothing is written."""
+    check_generation(spec)
+    configure_jax(spec.device)
+    resolve(spec, start_over=start_over)
+
+
 def _load_and_work(
     spec: RunSpec,
     run: ResolvedRun,

@@ -56,6 +56,9 @@ DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 EVERY_FIELD = "*"
 """The value of ``keep`` that stands for all short scalar fields of each row."""
 
+LIMITS = ("max_samples", "max_samples_per_stream", "max_tokens", "max_bytes")
+"""The fields that end a run before the end of its data."""
+
 _STREAM_FILE = re.compile(r"stream_(\d{3,})\.jsonl", re.ASCII)
 
 
@@ -134,6 +137,15 @@ class PromptSpec:
             raise SpecError("--column", expected="the name of a field", found="an empty name")
 
 
+class LimitShare(NamedTuple):
+    """What one of several streams has of the limits of a run."""
+
+    samples: int | None
+    """Its part of ``max_samples``; None without that limit."""
+    streams: int
+    """The number of streams, which share ``max_tokens`` and ``max_bytes`` equally."""
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """Which samples are processed, and how long they may be."""
@@ -157,17 +169,18 @@ class DataSpec:
         "auto", "Whether a longer sample is cut or skipped.", default="truncate; skip if answers are generated"
     )
     max_samples: int | None = _data(
-        None, "Stop after this many samples of the stream.", limits=(1, 1 << 40), common=_BOTH
+        None, "Stop after this many samples, the first of the data.", limits=(1, 1 << 40), common=_BOTH
     )
+    max_samples_per_stream: int | None = _data(None, "Stop each stream after this many samples.", limits=(1, 1 << 40))
     max_tokens: int | None = _data(
         None,
-        "Stop the stream once it holds this many tokens: 100M, 500k, …",
+        "Stop once this many tokens are stored, in each of N streams an N-th of them: 100M, 500k, …",
         parse=partial(parse_amount, "--max-tokens"),
         limits=(1, 1 << 50),
     )
     max_bytes: int | None = _data(
         None,
-        "Stop the stream once it holds this many bytes of activations: 1GB, 500MB, …",
+        "Stop once this many bytes of activations are stored, in each of N streams an N-th of them: 1GB, 500MB, …",
         parse=partial(parse_amount, "--max-bytes", unit="B"),
         limits=(1, 1 << 60),
     )
@@ -199,6 +212,8 @@ class DataSpec:
     )
     rows: Any = field(default=None, repr=False, compare=False)
     """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
+    share: LimitShare | None = field(default=None, repr=False, compare=False)
+    """The stream's part of the limits, if the run has several. It is not part of the serialised form."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -215,12 +230,19 @@ class DataSpec:
     def token_limit(self, bytes_per_token: int) -> int | None:
         """Return the number of stored tokens at which ``max_tokens`` or ``max_bytes`` ends a stream, or None."""
         of_bytes = None if self.max_bytes is None else -(-self.max_bytes // bytes_per_token)
-        return min((limit for limit in (self.max_tokens, of_bytes) if limit is not None), default=None)
+        most = min((limit for limit in (self.max_tokens, of_bytes) if limit is not None), default=None)
+        return most if most is None or self.share is None else -(-most // self.share.streams)
+
+    @property
+    def sample_limit(self) -> int | None:
+        """The number of samples of the stream at which ``max_samples`` or ``max_samples_per_stream`` ends it."""
+        own = self.max_samples if self.share is None else self.share.samples
+        return min((limit for limit in (own, self.max_samples_per_stream) if limit is not None), default=None)
 
     @property
     def limits(self) -> str:
         """The flags that limit the stream, as they would be typed; empty without a limit."""
-        values = {name: getattr(self, name) for name in ("max_samples", "max_tokens", "max_bytes")}
+        values = {name: getattr(self, name) for name in LIMITS}
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value is not None)
 
     @property

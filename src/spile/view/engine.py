@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,15 +32,22 @@ class EngineDisplay:
     console: Console
     reader: SnapshotReader
     live: Live | None = None
-    stop_requests: int = 0
+    event: threading.Event | None = None
+    """Set by a caller to stop the run."""
+    signals: int = 0
     """Number of Ctrl+C or SIGTERM signals received."""
     _line_due: float = 0.0
     _last: str = ""
 
+    @property
+    def stop_requests(self) -> int:
+        """How often the run was asked to stop."""
+        return self.signals + (self.event is not None and self.event.is_set())
+
     def stop(self, number: int, _frame: FrameType | None) -> None:
         """Count a signal; the supervisor acts on the count."""
-        self.stop_requests += 1
-        what = "all workers commit and stop (again: end at once)" if self.stop_requests == 1 else "ending at once"
+        self.signals += 1
+        what = "all workers commit and stop (again: end at once)" if self.signals == 1 else "ending at once"
         self.log(f"{signal.Signals(number).name}: {what}")
 
     def log(self, line: str) -> None:
@@ -98,9 +106,11 @@ def _totals(snapshot: Snapshot) -> str:
 
 
 @contextmanager
-def engine_display(reader: SnapshotReader) -> Iterator[EngineDisplay]:
-    """Show one display for all workers and count the signals that arrive."""
-    view = EngineDisplay(PipeSafeConsole(), reader)
+def engine_display(
+    reader: SnapshotReader, *, quiet: bool = False, event: threading.Event | None = None
+) -> Iterator[EngineDisplay]:
+    """Show one display for all workers, unless ``quiet``, and count the signals that arrive."""
+    view = EngineDisplay(PipeSafeConsole(quiet=quiet), reader, event=event)
     with ExitStack() as stack:
         stack.enter_context(handle_signals(view.stop, signal.SIGINT, signal.SIGTERM))
         if view.console.is_terminal:

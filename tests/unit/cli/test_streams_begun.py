@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spile.cli.engines import _stream_count
 from spile.data.split import prepare_streams
 from spile.engines.local import LocalEngine
+from spile.engines.run import _stream_count
 from spile.engines.supervisor import StreamTask, WorkerEnd
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, RunSpec

@@ -1,0 +1,257 @@
+"""Run all streams of a dataset on an engine: split the data, check the run, start and supervise the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from spile.data.manifest import StreamsManifest, list_streams, read_manifest
+from spile.data.samples import is_large
+from spile.data.sources import RowRange, open_input, open_source
+from spile.data.split import prepare_streams, refuse_other_rows
+from spile.engines.registry import EngineOptions, make_engine
+from spile.engines.supervisor import (
+    Engine,
+    EngineOutcome,
+    StreamTask,
+    Supervisor,
+    WorkerEnd,
+    cluster_check,
+    stream_tasks,
+)
+from spile.errors import DataError, Failure, SpecError, UserError
+from spile.objects import open_folder
+from spile.reading.dataset import STORED, stored_tokens
+from spile.spec.amounts import counted
+from spile.spec.run import EMBEDDED, DataSpec, RunSpec
+from spile.store.layout import SPLIT
+from spile.store.run import refuse_other_spec, stored_spec, write_spec
+from spile.store.snapshot import SnapshotReader, StreamView
+
+Log = Callable[[str], None]
+
+_STREAMS_PER_WORKER = 4
+"""There are more streams than workers, so that all workers can share the streams of a slow or lost one."""
+_ROWS_PER_STREAM = 16
+"""With fewer rows there is one stream per worker: the start of a worker costs more than the rows of a small stream."""
+
+
+class Display(Protocol):
+    """Shows a run on an engine, and counts how often the user has asked to stop it."""
+
+    @property
+    def stop_requests(self) -> int: ...
+
+    def log(self, line: str) -> None:
+        """Show an event."""
+        ...
+
+    def observe(self, supervisor: Supervisor) -> Mapping[int, StreamView]:
+        """Show the state of the dataset and return that of its streams."""
+        ...
+
+    def finish(self, outcome: EngineOutcome, streams: int, root: str, *, cleared: bool = False) -> None:
+        """Show the result."""
+        ...
+
+
+def run_on_engine(
+    spec: RunSpec,
+    engine: EngineOptions,
+    display: Callable[[SnapshotReader], AbstractContextManager[Display]],
+    *,
+    log: Log,
+    clear: Mapping[int, str] | None = None,
+) -> EngineOutcome:
+    """Run every stream of the data of a run on an engine.
+
+    Args:
+        spec: The run, as for one worker.
+        engine: Where workers run, and how many.
+        display: Shows the run.
+        log: Receives one line per event before that.
+        clear: The versions of the streams that are removed first.
+
+    Raises:
+        SpileError: What one worker would report before it loads the model. Nothing was written.
+    """
+    clear, output = clear or {}, spec.output
+    runner = make_engine(engine, output)
+    try:
+        typed = _with_absolute_paths(spec)
+        data = typed.data.dataset_dir or typed.data.dataset.removeprefix(STORED)
+        inputs = tuple(filter(_is_location, (data, typed.model)))
+        with cluster_check(typed.output, inputs) as asked:
+            runner.check(asked)
+        _check_run(runner, typed, clear)
+        spec = _with_absolute_paths(_with_streams(spec, runner, engine.num_streams, log))
+        root = open_folder(spec.output)
+        refuse_other_spec(root, replace(spec, data=stored_tokens(spec.data)))
+        url = write_spec(root, spec)
+        tasks = _tasks(spec.data, url, clear)
+        if runner.room < runner.workers:
+            log(f"the cluster has room for {runner.room} of {runner.workers} workers now; the others wait for nodes")
+        with display(SnapshotReader(root)) as view:
+            supervisor = Supervisor(runner, tasks, log=view.log, observe=view.observe)
+            outcome = supervisor.run(lambda: view.stop_requests)
+        # Name the output as the user wrote it; the spec of the workers has its absolute path.
+        view.finish(outcome, len(tasks), open_folder(output).url, cleared=bool(clear))
+        return outcome
+    finally:
+        runner.close()
+
+
+def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
+    """Let one worker check the run as if it were the only one, before anything is written.
+
+    Raises:
+        SpileError: What a run of one worker would report, with the same exit code.
+    """
+    folder = spec.data.dataset_dir
+    number = 0 if folder is None else min(list_streams(open_folder(folder)), default=0)
+    words = ("worker", "--spec", json.dumps(spec.to_dict()), "--stream", str(number), "--check")
+    runner.start(StreamTask(number, (*words, *(("--clear", clear[number]) if number in clear else ()))))
+    ends: Sequence[WorkerEnd] = ()
+    while not ends:
+        ends = runner.wait(0.2)
+    end = ends[0]
+    if end.code:
+        kind = UserError if end.code == UserError.exit_code else Failure
+        raise kind(end.last_line.removeprefix("spile: ") or f"the check of the run ended with exit code {end.code}")
+
+
+def _tasks(data: DataSpec, url: str, clear: Mapping[int, str]) -> list[StreamTask]:
+    def words(stream: int) -> tuple[str, ...]:
+        first = ("--clear", clear[stream]) if stream in clear else ()
+        return ("worker", "--spec", url, "--stream", str(stream), *first)
+
+    if data.dataset_dir is not None:
+        return stream_tasks(data.dataset_dir, words)
+    return [StreamTask(stream, words(stream)) for stream in range(data.of_streams or 1)]
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """Return the spec that every worker gets. Paths are absolute, because workers start in other folders."""
+    folder = spec.data.dataset_dir
+    data = replace(spec.data, dataset=_absolute(spec.data.dataset))
+    if folder is not None:
+        data = replace(data, dataset=EMBEDDED, dataset_dir=absolute_folder(folder), split=None, config_name=None)
+    copy = None if spec.local_copy is None else absolute_folder(spec.local_copy)
+    return replace(spec, model=_absolute(spec.model), data=data, output=absolute_folder(spec.output), local_copy=copy)
+
+
+def _is_location(name: str) -> bool:
+    """Return whether the name is a path or a URL and not a name on the hub."""
+    return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
+
+
+def absolute_folder(place: str) -> str:
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
+def _absolute(name: str) -> str:
+    """Return a path as an absolute path; names on the hub and URLs stay."""
+    if name.startswith(STORED):
+        return STORED + absolute_folder(name.removeprefix(STORED))
+    return absolute_folder(name) if _is_location(name) else name
+
+
+def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
+    """Return how many streams to make of a dataset: up to four per worker, and no more than it has rows."""
+    part, most = RowRange.parse(spec.data.split), _STREAMS_PER_WORKER * workers
+    source = open_source(dataset, column=spec.data.prompt.column, split=part.split, config_name=spec.data.config_name)
+    usable = (row for row in part.rows(source) if row.problem is None)
+    rows = sum(1 for _ in islice(usable, most * _ROWS_PER_STREAM))
+    return max(1, min(most, rows, max(workers, rows // _ROWS_PER_STREAM)))
+
+
+def _with_streams(spec: RunSpec, runner: Engine, num_streams: int | None, log: Log) -> RunSpec:
+    """Return the spec with the data as streams: those of an earlier run, or new ones.
+
+    A small dataset is split into files in the output folder. The workers read a large one directly, each the rows of
+    its stream, so that the first batch does not wait for a pass over all rows.
+    """
+    if spec.data.dataset_dir is not None:
+        return spec
+    place = f"{spec.output.rstrip('/')}/{SPLIT}"
+    files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
+    known = read_manifest(open_folder(place))
+    if known is not None:
+        _refuse_other_split(known, spec, num_streams, place, log)
+        return files
+    in_turn = _continue_without_split(spec, num_streams, log)
+    stored = spec.data.dataset.startswith(STORED)
+    if in_turn is None and (
+        stored or not runner.elsewhere or "://" in spec.data.dataset or not _is_location(spec.data.dataset)
+    ):
+        in_turn = _with_rows_in_turn(spec, num_streams or runner.workers, log)
+    if in_turn is not None:
+        return in_turn
+    count = num_streams or _stream_count(spec.data.dataset, spec, runner.workers)
+    prepare_streams(spec.data.dataset, place, count, data=spec.data, log=log)
+    return files
+
+
+def _with_rows_in_turn(spec: RunSpec, count: int, log: Log) -> RunSpec | None:
+    """Return the spec with streams that read the rows in turn of a large or a stored dataset; None for others."""
+    data = stored_tokens(spec.data)
+    file = open_input(data)
+    try:
+        if data.rows is not None:
+            count = min(count, len(data.rows))
+        elif not is_large(file, spec.data.prompt, count):
+            return None
+    except DataError:  # the split converts more kinds of rows, or says what is wrong with them
+        return None
+    log(f"{spec.data.dataset} is read during the run, its rows by {counted(count, 'stream')} in turn")
+    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=count, dataset_revision=file.revision))
+
+
+def _continue_without_split(spec: RunSpec, num_streams: int | None, log: Log) -> RunSpec | None:
+    """Return the spec of an existing run that reads its dataset directly: with one stream, or its rows in turn."""
+    stored = stored_spec(open_folder(spec.output))
+    if stored is None:
+        return None
+    old = stored.data
+    requested = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
+    stored_flags = (old.dataset_dir, _absolute(old.dataset), old.split, old.config_name)
+    if requested != stored_flags:
+        raise DataError(
+            f"{spec.output} holds streams of another dataset",
+            expected=_data_flags(*stored_flags),
+            found=_data_flags(*requested),
+            fix="give the same flags, or another --output",
+        )
+    count = old.of_streams or 1
+    if num_streams is not None and num_streams != count:
+        raise SpecError("--num-streams", expected=f"{count}, as at the start of the run", found=str(num_streams))
+    log(f"{counted(count, 'stream')} of {spec.data.dataset}, as at the start of the run")
+    pinned = spec.data.dataset_revision or old.dataset_revision
+    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=old.of_streams, dataset_revision=pinned))
+
+
+def _data_flags(folder: str | None, dataset: str, split: str | None, config_name: str | None) -> str:
+    words = {"--dataset": dataset, "--split": split, "--config-name": config_name}
+    words = words if folder is None else {"--dataset-dir": folder}
+    return " ".join(f"{flag} {value}" for flag, value in words.items() if value is not None)
+
+
+def _refuse_other_split(known: StreamsManifest, spec: RunSpec, num_streams: int | None, place: str, log: Log) -> None:
+    """Raise if the streams that an earlier run made are not those that are asked for."""
+    dataset, source = spec.data.dataset, str(known.source.get("dataset"))
+    if source != dataset:
+        raise DataError(
+            f"{place} holds streams of another dataset",
+            expected=source,
+            found="no --dataset, or --dataset embedded" if dataset == EMBEDDED else dataset,
+            fix=f"continue with --dataset {source}, name other streams with --dataset-dir, or give another --output",
+        )
+    refuse_other_rows(known, spec.data, place)
+    if num_streams is not None and num_streams != len(known.streams):
+        raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(num_streams))
+    log(f"{counted(len(known.streams), 'stream')} of {source}, made by an earlier run: {place}")
