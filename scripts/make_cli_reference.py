@@ -18,6 +18,7 @@ from cyclopts import App
 from cyclopts.argument import Argument
 
 from spile.cli.program import COMMANDS, GROUPS, Command, build_app
+from spile.errors import ExitCode
 
 __all__ = ["application", "flags", "reference"]
 
@@ -40,13 +41,10 @@ variables, and those over the file. The old guides' spellings work too: [the tab
 script into your home folder, and a line that loads it into `~/.bashrc` or `~/.zshrc`. It takes effect in a new shell.
 Run it again after an upgrade of spile.
 
+## Exit codes
+
 | exit code | means |
 |---|---|
-| 0 | done |
-| 1 | a failure: a store, a host or the cloud did not cooperate; or `spile verify` found something wrong |
-| 2 | a mistake that its author can fix; nothing was changed |
-| 3 | fenced: another worker owns this stream |
-| 130 | interrupted; what was done is committed, and the same command resumes |
 """
 
 
@@ -70,7 +68,8 @@ def reference() -> str:
     """The page."""
     ordered = sorted(COMMANDS, key=lambda command: (command.name.split(" ")[0] in GROUPS, _place(command)))
     index = [f"| [`spile {each.name}`](#{_anchor(each.name)}) | {each.help} |" for each in ordered]
-    parts = [HEAD, "\n".join(["| command | does |", "|---|---|", *index]) + "\n"]
+    codes = "".join(f"| {code.value} | {code.meaning} |\n" for code in ExitCode)
+    parts = [HEAD + codes, "\n".join(["| command | does |", "|---|---|", *index]) + "\n"]
     return "\n".join([*parts, *(_section(command) for command in ordered)])
 
 

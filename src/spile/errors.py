@@ -1,7 +1,7 @@
 """All exceptions of spile. The library raises them; only the command line turns them into text and exit codes.
 
     SpileError
-    ├── UserError            exit 2   a mistake that the user can fix; nothing was changed
+    ├── UserError            exit 2   a mistake that the user can fix; 1 if something was written before
     │   ├── SpecError                 a wrong flag or value of a spec
     │   ├── DataError                 a wrong dataset, stream or sample
     │   ├── ModelError                a wrong model name, config, weights or tokenizer
@@ -10,7 +10,7 @@
     ├── Failure              exit 1   a failure of the environment
     │   ├── StoreError                an object or a file could not be read or written
     │   ├── Damaged                   stored bytes do not match their checksum
-    │   ├── PodError                  a host is missing, late or dead
+    │   ├── PodError                  a host is missing, late or dead; exit 4 if it was lost during the run
     │   └── CloudError                the cloud's API refused a request or failed
     ├── Fenced               exit 3   another worker owns this stream; this is not a crash
     └── Interrupted          exit 130 Ctrl+C or SIGTERM; finished work is committed
@@ -21,8 +21,9 @@ Every message is one line: what happened, what was expected and found, and, as a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 _COMMANDS = frozenset({"pip", "spile"})
 """First words of a fix that keep their small letter."""
@@ -35,10 +36,34 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
+class ExitCode(IntEnum):
+    """How a command ends. docs/cli.md has this table, and whether a worker is restarted depends on it."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
+        """Return the code with its meaning, which is a row of the documentation."""
+        member = int.__new__(cls, code)
+        member._value_, member.meaning = code, meaning
+        return member
+
+    DONE = 0, "done"
+    FAILED = (
+        1,
+        "a failure of a store, a host or the cloud; a mistake that was found after something had been written, such as "
+        "a bad row; or `spile verify` found something wrong",
+    )
+    REFUSED = 2, "a mistake in the command or the data; nothing was changed, and trying again does not help"
+    FENCED = 3, "another worker owns this stream"
+    HOST_LOST = 4, "another host of the pod was lost; the same command on all hosts resumes"
+    INTERRUPTED = 130, "interrupted; what was done is committed, and the same command resumes"
+    TERMINATED = 143, "ended by SIGTERM before anything had to be committed; the same command resumes"
+
+
 class SpileError(Exception):
     """The base class. The message is one line of up to four parts."""
 
-    exit_code = 1
+    exit_code: int = ExitCode.FAILED
 
     def __init__(
         self,
@@ -69,9 +94,9 @@ class SpileError(Exception):
 
 
 class UserError(SpileError):
-    """A mistake that the user can fix. Nothing was changed."""
+    """A mistake that the user can fix. Nothing was changed, unless :func:`found_late` says so."""
 
-    exit_code = 2
+    exit_code = ExitCode.REFUSED
 
 
 class SpecError(UserError):
@@ -117,13 +142,24 @@ class CloudError(Failure):
 class Fenced(SpileError):
     """Another worker owns this stream. This is not a crash: the worker stops and the other one finishes."""
 
-    exit_code = 3
+    exit_code = ExitCode.FENCED
 
 
 class Interrupted(SpileError):
     """The run was interrupted by Ctrl+C or SIGTERM. Finished work is committed; the same command resumes."""
 
-    exit_code = 130
+    exit_code = ExitCode.INTERRUPTED
+
+
+@contextmanager
+def found_late(changed: Callable[[], bool]) -> Iterator[None]:
+    """Give a mistake that is found after something was changed the code of a failure: 2 promises that nothing was."""
+    try:
+        yield
+    except UserError as error:
+        if changed():
+            error.exit_code = ExitCode.FAILED
+        raise
 
 
 @contextmanager

@@ -120,8 +120,7 @@ def worker(
 
     The spec is the spec.json that spile extract or spile infer wrote. It contains all other settings.
 
-    Exit codes: 0 success, 1 failure, 2 a mistake in the spec, 3 fenced by another worker, 130 interrupted. Finished
-    work is committed, and the same command resumes.
+    Its exit code says whether it has to be started again. Finished work is committed, and the same command resumes.
 
     Args:
         spec: The run spec: a file, an object of a bucket, its JSON text, or - for standard input.

@@ -14,7 +14,7 @@ from spile.run.signals import INTERRUPTED, exit_handler, handle_signals, interru
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``spile`` and exit with its code: 0 done, 1 a failure, 2 a user's mistake, 3 fenced, 130 interrupted."""
+    """Run ``spile`` and exit with its :class:`~spile.errors.ExitCode`."""
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Runs last.
     try:
         with interruptible():

@@ -30,7 +30,7 @@ from cyclopts.token import Token
 from rich.text import Text
 
 from spile.cli.aliases import translate
-from spile.errors import SpecError, SpileError, UserError
+from spile.errors import ExitCode, SpecError, SpileError, UserError
 from spile.run.signals import interruptible
 from spile.version import __version__
 from spile.view.table import PipeSafeConsole
@@ -305,7 +305,7 @@ def run(words: list[str]) -> int:
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         errors.print(f"spile: {describe_mistake(error, _named_command(words))}")
-        return 2
+        return ExitCode.REFUSED
     except SpileError as error:
         if debug:
             raise

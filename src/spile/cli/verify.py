@@ -26,6 +26,7 @@ from spile.proof.verification import verify_part
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import check_number
 from spile.spec.sample import BAD_ROW
+from spile.store.layout import SPLIT
 from spile.store.parts import DatasetPart
 from spile.view.table import FittingTable, output, progress_bar
 
@@ -299,7 +300,7 @@ def _made_its_streams(root: str) -> bool:
     from spile.store.run import stored_spec
 
     spec = stored_spec(open_folder(root))
-    return spec is not None and spec.data.dataset_dir in (None, f"{spec.output.rstrip('/')}/streams")
+    return spec is not None and spec.data.dataset_dir in (None, f"{spec.output.rstrip('/')}/{SPLIT}")
 
 
 def _hint(report: Report, *, damaged: bool) -> str:

@@ -10,7 +10,7 @@ a pod ends, and what its Job does then:
     its node is preempted, drained or lost               starts a new pod, not counted
     it was asked to stop (exit code 130 or 143)          the same
     another worker owns the stream (3)                   the same
-    another host of its slice was lost (LOST_HOST)       the same
+    another host of its slice was lost (4)               the same
     of a mistake in the flags or the data (2)            fails: the index, the Job or the JobSet
     of any other error                                   starts a new pod, ``retries`` times
 """
@@ -25,11 +25,11 @@ from typing import Any
 import yaml
 
 from spile.engines.registry import ClusterJob, ClusterOptions, check_texts, refuse_control_characters
-from spile.errors import Fenced, Interrupted, SpecError, UserError
+from spile.errors import ExitCode, SpecError
 from spile.planning.machines import Machine, parse_machine
 from spile.spec.amounts import counted
 from spile.spec.options import check_number, parse_pairs
-from spile.store.quarantine import UNKNOWN, VARIABLE
+from spile.store.quarantine import RESUMABLE, UNKNOWN, VARIABLE
 
 INDEX = "JOB_COMPLETION_INDEX"
 """The variable that Kubernetes sets in each pod of an Indexed Job, and expands in a command."""
@@ -43,8 +43,6 @@ _SUPERVISION = {
 own says so in its stream's folder, so a failure that it says nothing about was a kill. JOB_INDEX repeats INDEX, which
 Kubernetes adds after these variables, so that they cannot refer to it."""
 CONTAINER = "spile"
-LOST_HOST = 4
-"""The exit code of a worker that ends because another host of its slice is gone, set by LOST_HOST_EXIT_CODE."""
 _GPU = "nvidia.com/gpu"
 _TPU = "google.com/tpu"
 _GKE = "cloud.google.com"
@@ -223,14 +221,14 @@ def _failure_policy(mistake: str) -> dict[str, Any]:
     return {
         "rules": [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": mistake, "onExitCodes": _codes(UserError.exit_code)},
-            {"action": "Ignore", "onExitCodes": _codes(Fenced.exit_code, LOST_HOST, Interrupted.exit_code, 143)},
+            {"action": mistake, "onExitCodes": _codes(ExitCode.REFUSED)},
+            {"action": "Ignore", "onExitCodes": _codes(ExitCode.FENCED, *RESUMABLE)},
         ]
     }
 
 
 def _codes(*codes: int) -> dict[str, Any]:
-    return {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}
+    return {"containerName": CONTAINER, "operator": "In", "values": sorted(map(int, codes))}
 
 
 def _indexed_job(options: KubernetesOptions, job: ClusterJob) -> dict[str, Any]:
@@ -420,8 +418,6 @@ def _container(options: KubernetesOptions, words: list[str], mounts: list[dict[s
 
 def _variables(options: KubernetesOptions) -> Iterator[dict[str, Any]]:
     own = {"XDG_CACHE_HOME": _CACHE, "HF_HOME": f"{_CACHE}/huggingface"}
-    if options.hosts > 1:
-        own["LOST_HOST_EXIT_CODE"] = str(LOST_HOST)
     for name, value in {**own, **options.variables}.items():
         yield {"name": name, "value": _literal(value)}
     single_host = options.hosts == 1  # Only a Job with a backoff limit for each index counts the failures of an index.

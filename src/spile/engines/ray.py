@@ -123,7 +123,7 @@ class Gang:
 
 def _rank(end: WorkerEnd) -> int:
     """Order ends by how well they explain a failure: a mistake, a lost node, an error, then hosts that were stopped."""
-    return {2: 0, None: 1, 3: 2, 130: 4, 143: 4, 0: 5}.get(end.code, 3)
+    return {2: 0, None: 1, 4: 1, 3: 2, 130: 4, 143: 4, 0: 5}.get(end.code, 3)
 
 
 def find_gangs(

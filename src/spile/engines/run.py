@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from spile.data.manifest import StreamsManifest, list_streams, read_manifest
+from spile.data.manifest import StreamsManifest, read_manifest
 from spile.data.samples import is_large
 from spile.data.sources import RowRange, open_input, open_source
 from spile.data.split import prepare_streams, refuse_other_rows
@@ -113,7 +113,7 @@ def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
         SpileError: What a run of one worker would report, with the same exit code.
     """
     folder = spec.data.dataset_dir
-    number = 0 if folder is None else min(list_streams(open_folder(folder)), default=0)
+    number = 0 if folder is None else min(task.stream for task in stream_tasks(folder, lambda _: ()))
     words = ("worker", "--spec", json.dumps(spec.to_dict()), "--stream", str(number), "--check")
     runner.start(StreamTask(number, (*words, *(("--clear", clear[number]) if number in clear else ()))))
     ends: Sequence[WorkerEnd] = ()
@@ -248,7 +248,7 @@ def _refuse_other_split(known: StreamsManifest, spec: RunSpec, num_streams: int 
         raise DataError(
             f"{place} holds streams of another dataset",
             expected=source,
-            found="no --dataset, or --dataset embedded" if dataset == EMBEDDED else dataset,
+            found=dataset,
             fix=f"continue with --dataset {source}, name other streams with --dataset-dir, or give another --output",
         )
     refuse_other_rows(known, spec.data, place)

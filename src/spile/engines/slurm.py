@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spile.engines.registry import ClusterJob, ClusterOptions, check_texts, refuse_control_characters
-from spile.store.quarantine import VARIABLE
+from spile.store.quarantine import RESUMABLE, VARIABLE
 
+_REQUEUED = " | ".join(str(int(code)) for code in RESUMABLE)
 _PAUSE = 10
 """Seconds before a worker that failed is started again; a multiple of it for each further error."""
 
@@ -93,7 +94,7 @@ def to_script(slurm: SlurmOptions, job: ClusterJob) -> str:
             "    exit $code  # cancelled, or Slurm requeues the job itself",
             "  fi",
             "  case $code in",
-            '    130 | 143) scontrol requeue "$task"; exit $code ;;  # continues where the ledger ends',
+            f'    {_REQUEUED}) scontrol requeue "$task"; exit $code ;;  # continues where the ledger ends',
             "  esac",
             "  if [ $code -gt 128 ]; then",
             '    kills=$((kills + 1)) how="signal $((code - 128))"',

@@ -19,12 +19,12 @@ from enum import Enum
 from typing import Protocol
 
 from spile.data.manifest import list_streams
-from spile.errors import DataError, Failure, Fenced, Interrupted, UserError
+from spile.errors import DataError, ExitCode
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
 from spile.store.heartbeat import SILENT_AFTER
 from spile.store.layout import access_check_name
-from spile.store.quarantine import STOPPED, Supervision, is_kill
+from spile.store.quarantine import RESUMABLE, Supervision, is_kill
 from spile.store.snapshot import State, StreamView
 
 # -- the policy -------------------------------------------------------------------------------------------------------
@@ -34,6 +34,9 @@ _FENCE_RETRIES = 30
 """Restarts while another worker owns the stream."""
 _LOSS_RETRIES = 5
 """Restarts after losses in a row without a commit between them. A loss after a commit is always retried."""
+
+
+_LOSSES: dict[int | None, str] = {None: "its machine was lost", ExitCode.HOST_LOST: "another host of its pod was lost"}
 
 
 class RestartAction(Enum):
@@ -106,19 +109,19 @@ class RestartPolicy:
             history = AttemptHistory()
         if code == 0:
             return Decision(RestartAction.DONE, "done", history)
-        if code == UserError.exit_code:
+        if code == ExitCode.REFUSED:
             return Decision(RestartAction.REFUSED, f"exit code {code}", history)
-        if code is None or code in STOPPED:
+        if code is None or code in RESUMABLE:
             lost = 0 if committed or seconds >= self.long_attempt else history.losses + 1
             history = replace(history, losses=lost)
-            reason = "its machine was lost" if code is None else "it was stopped"
+            reason = _LOSSES.get(code, "it was stopped")
             if lost > _LOSS_RETRIES:
                 return Decision(
                     RestartAction.GIVE_UP, f"{reason} {lost} times in a row and nothing was committed", history
                 )
             return Decision(RestartAction.RESTART, reason, history)
         history = replace(history, losses=0)
-        if code == Fenced.exit_code:
+        if code == ExitCode.FENCED:
             history = replace(history, fences=history.fences + 1)
             action = RestartAction.RESTART if history.fences <= _FENCE_RETRIES else RestartAction.GIVE_UP
             return Decision(action, "another worker owns it", history, self.pause)
@@ -300,14 +303,16 @@ class EngineOutcome:
     """Streams that were given up, with the reason."""
     refused: bool
     """Whether all of them were mistakes in the command or the data."""
+    changed: bool
+    """Whether a stream gained a commit, or had more than one attempt, the first of which changed something."""
     interrupted: bool
     attempts: int
 
     @property
-    def exit_code(self) -> int:
+    def exit_code(self) -> ExitCode:
         if self.failed:
-            return UserError.exit_code if self.refused else Failure.exit_code
-        return Interrupted.exit_code if self.interrupted else 0
+            return ExitCode.REFUSED if self.refused and not self.changed else ExitCode.FAILED
+        return ExitCode.INTERRUPTED if self.interrupted else ExitCode.DONE
 
 
 class Supervisor:
@@ -379,6 +384,8 @@ class Supervisor:
             done=self.count("done"),
             failed=failed,
             refused=all(stream.action is RestartAction.REFUSED for stream in self._streams.values() if stream.problem),
+            changed=self._total_committed() > committed_before
+            or any(stream.attempts > 1 for stream in self._streams.values()),
             interrupted=self._stopping and self.count("done") < len(self._streams),
             attempts=sum(stream.attempts for stream in self._streams.values()),
         )
@@ -418,7 +425,7 @@ class Supervisor:
         if self._stopping and _is_loss(end):
             stream.state = "waiting"
             return
-        if stream.moving and end.where and end.code in STOPPED:
+        if stream.moving and end.where and end.code in RESUMABLE:
             stream.avoid.add(end.where)
         stream.supervision = stream.supervision.after(end.code)
         decision = self._policy.decide(
@@ -444,8 +451,8 @@ class Supervisor:
         if end.code is None:
             cause = f" ({end.cause})" if end.cause else ""
             self._log(f"{label}: its machine{where} was lost{cause}; it continues on another")
-        elif end.code not in STOPPED and not self._stopping:
-            fenced = end.code == Fenced.exit_code
+        elif end.code not in RESUMABLE and not self._stopping:
+            fenced = end.code == ExitCode.FENCED
             how = decision.reason if fenced else f"its worker{where} ended with {_problem(end, decision)}"
             self._log(f"{label}: {how}; it continues in {decision.pause:g} s")
 
@@ -501,7 +508,7 @@ def slow_stream(movable: Iterable[StreamView], views: Iterable[StreamView]) -> S
 
 
 def _is_loss(end: WorkerEnd) -> bool:
-    return end.code is None or end.code in STOPPED
+    return end.code is None or end.code in RESUMABLE
 
 
 def _problem(end: WorkerEnd, decision: Decision) -> str:

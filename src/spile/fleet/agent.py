@@ -9,6 +9,7 @@ stream after another. What the agent does when it ends:
     0           report "finished" and delete the machine
     2           report "refused": the same task would be refused again
     3           another worker owns the stream: wait and start again
+    4           another host of the slice was lost: start again
     other       start again a few times (``launch.supervisor.RestartPolicy``), then report "crashed"
 
 After "refused" or "crashed" the agent waits for a corrected deployment, and deletes the machine after

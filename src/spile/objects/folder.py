@@ -34,7 +34,7 @@ class NotFound(StoreError):
 class Unwritable(StoreError, UserError):
     """The folder cannot be written for a reason that the user can change: read-only, forbidden, full or missing."""
 
-    exit_code = 2
+    exit_code = UserError.exit_code
 
 
 def is_valid_prefix(prefix: str) -> bool:

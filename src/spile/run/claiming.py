@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spile.data.manifest import list_streams, read_manifest
-from spile.errors import DataError, Fenced, Interrupted, SpileError
+from spile.errors import DataError, Fenced, Interrupted, SpileError, found_late
 from spile.objects import open_folder
 from spile.run.pod.pod import WorkerGroup
 from spile.spec.run import LIMITS, DataSpec, stream_file_number
@@ -75,7 +75,8 @@ def work_on_claims(
         elif code != Fenced.exit_code:
             return code
     if failed:
-        raise failed[0]
+        with found_late(lambda: finished > 0):
+            raise failed[0]
     log("no stream is left to claim")
     return 0
 

@@ -23,7 +23,7 @@ from spile.compute.resolved import ResolvedRun
 from spile.compute.sizes import sizes_for_stream
 from spile.compute.torch_producers import TorchGenerator, load_torch_models, make_torch_producer
 from spile.data.samples import SampleReader
-from spile.errors import Failure, Fenced, RunMismatch, SpileError
+from spile.errors import Failure, Fenced, RunMismatch, SpileError, found_late
 from spile.objects import is_remote, open_folder
 from spile.objects.preflight import preflight
 from spile.run.pipeline import Sink, run_pipeline
@@ -98,7 +98,9 @@ def run_stream(
         run.samples.check_unchanged(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, progress, hosts, finished=True, device="none: nothing was left to do")
     progress.phase(Phase.LOADING, "the model")
-    stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop or threading.Event(), hosts)
+    before = _state(stream)
+    with found_late(lambda: _state(_existing_stream(run)) != before):
+        stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop or threading.Event(), hosts)
     hosts.barrier("final_checkpoint")
     return _finish(run, stream, progress, hosts, finished=finished, device=device)
 
@@ -465,6 +467,11 @@ def commit_limit(run: ResolvedRun, stream: StreamWriter) -> None:
     recorded = -1 if ledger.limit is None else ledger.limit.samples
     if expected is not None and expected != total and recorded < expected and not _has_work(run, stream):
         stream.commit([], limit=Limit(expected, run.spec.data.limits))
+
+
+def _state(stream: StreamWriter | None) -> object:
+    """Return what changes if a stream is begun, cleared or gets a commit."""
+    return None if stream is None else (stream.record.id, stream.ledger.commits)
 
 
 def _existing_stream(run: ResolvedRun) -> StreamWriter | None:

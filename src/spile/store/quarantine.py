@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spile.errors import Interrupted
+from spile.errors import ExitCode
 from spile.objects.folder import Folder
 from spile.spec.ranges import Ranges
 from spile.spec.records import read_record
@@ -49,14 +49,14 @@ MAX_QUARANTINED = 16
 _EVERYTHING = Ranges([(0, 1 << 53)])
 
 
-STOPPED = (Interrupted.exit_code, 143)
-"""Exit codes of a worker that was asked to stop: 130, and 143 if SIGTERM came before it could answer."""
+RESUMABLE = (ExitCode.HOST_LOST, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+"""Exit codes of a worker that was asked to stop or lost another host of its pod: it is started again."""
 _SIGNALS = 128
 
 
 def is_kill(code: int | None) -> bool:
     """Return whether an exit code, 128 + n for signal n, means that something other than a request ended the worker."""
-    return code is not None and code > _SIGNALS and code not in (*STOPPED, _SIGNALS + signal.SIGHUP)
+    return code is not None and code > _SIGNALS and code not in (*RESUMABLE, _SIGNALS + signal.SIGHUP)
 
 
 @dataclass(frozen=True)

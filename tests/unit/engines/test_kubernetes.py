@@ -21,7 +21,7 @@ from spile.cli.main import main
 from spile.data.split import make_streams
 from spile.engines.kubernetes import INDEX, KubernetesOptions, manifests, to_yaml
 from spile.engines.registry import ClusterJob
-from spile.errors import SpecError
+from spile.errors import ExitCode, SpecError
 from spile.objects import open_folder
 from spile.proof.verification import verify
 from spile.store.claims import ClaimReader
@@ -359,8 +359,12 @@ def test_a_jobset_fails_for_a_mistake_and_restarts_for_an_error() -> None:
 def test_a_lost_host_costs_no_retry() -> None:
     for each in jobs(CASES["slice"]):
         assert each["spec"]["backoffLimit"] == 6
-        (container,) = each["spec"]["template"]["spec"]["containers"]
-        assert {"name": "LOST_HOST_EXIT_CODE", "value": "4"} in container["env"]
+        (rule,) = [
+            rule
+            for rule in each["spec"]["podFailurePolicy"]["rules"]
+            if "onExitCodes" in rule and rule["action"] == "Ignore"
+        ]
+        assert ExitCode.HOST_LOST in rule["onExitCodes"]["values"]
 
 
 def test_a_slice_stays_in_one_node_pool() -> None:

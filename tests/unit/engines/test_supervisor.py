@@ -94,6 +94,7 @@ def supervisor(engine: Script, count: int, output: list[str] | None = None, **mo
         (3, AttemptHistory(fences=30), RestartAction.GIVE_UP, 5.0, AttemptHistory(fences=31)),
         (None, AttemptHistory(errors=3), RestartAction.RESTART, 0.0, AttemptHistory(errors=3, losses=1)),
         (143, AttemptHistory(losses=4), RestartAction.RESTART, 0.0, AttemptHistory(losses=5)),
+        (4, AttemptHistory(errors=3), RestartAction.RESTART, 0.0, AttemptHistory(errors=3, losses=1)),
         (None, AttemptHistory(losses=5), RestartAction.GIVE_UP, 0.0, AttemptHistory(losses=6)),
         (1, AttemptHistory(losses=5), RestartAction.RESTART, 5.0, AttemptHistory(errors=1)),
     ],

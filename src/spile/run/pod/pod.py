@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from spile.compute.producer import Control, Decision
-from spile.errors import PodError, SpecError, SpileError
+from spile.errors import ExitCode, PodError, SpecError, SpileError
 from spile.run.pipeline import Sink
 from spile.run.pod.coordination import Coordination, Service
 from spile.run.pod.identity import Identity
@@ -88,12 +88,7 @@ def check_same_command(hosts: WorkerGroup, spec: RunSpec) -> None:
 _RESUME = "this process ends too, and the same command on all hosts resumes"
 
 
-def _lost_host_code() -> int:
-    """Return the exit code if another host is gone. Kubernetes jobs set one that differs from that of an error."""
-    return int(os.environ.get("LOST_HOST_EXIT_CODE", "1"))
-
-
-def end_process(line: str, code: int = 1) -> None:
+def end_process(line: str, code: int = ExitCode.FAILED) -> None:
     """Print one line and exit at once: other threads of this process may never return."""
     sys.stdout.flush()
     os.write(2, f"spile: {line}\n".encode())
@@ -163,7 +158,7 @@ class PodWatch:
                 self._heartbeats[process] = beat, self._last_answer
             elif self._last_answer - since > self._timeout and not me:
                 lost = f"{host} died or was cut off: no sign of life for {self._timeout:g} s"
-                self._end(f"{lost}; it last reported: {_reported(beat)}; {_RESUME}", _lost_host_code())
+                self._end(f"{lost}; it last reported: {_reported(beat)}; {_RESUME}", ExitCode.HOST_LOST)
 
     def _watch_service(self) -> None:
         """Notice from another thread that a call to the service hangs because its host is gone."""
@@ -173,7 +168,7 @@ class PodWatch:
 
     def _end_without_service(self, why: str) -> None:
         lost = f"{self._identity.host(0)} died or was cut off: its coordination service is gone ({why})"
-        self._end(f"{lost}; {_RESUME}", _lost_host_code())
+        self._end(f"{lost}; {_RESUME}", ExitCode.HOST_LOST)
 
     def _end(self, line: str, code: int) -> None:
         if not self._stopped.is_set():
@@ -412,8 +407,8 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, SpileError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-    return " ".join(f"{type(error).__name__}: {error}".split())[:2000], 1
+        return "interrupted", ExitCode.INTERRUPTED
+    return " ".join(f"{type(error).__name__}: {error}".split())[:2000], ExitCode.FAILED
 
 
 def _is_device_error(error: BaseException | None) -> bool:
