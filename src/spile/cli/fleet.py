@@ -45,7 +45,7 @@ from spile.store.snapshot import Snapshot, SnapshotReader
 from spile.store.stored_stream import finished_quarantines
 from spile.view import fleet as fleet_view
 from spile.view import stream_table as streams_view
-from spile.view.metrics import serve_metrics
+from spile.view.metrics import LOOPBACK, serve_metrics
 from spile.view.table import output
 
 
@@ -61,6 +61,7 @@ def watch_fleet(
     watch_only: bool = False,
     may_create: bool = True,
     metrics_port: int | None = None,
+    metrics_host: str = LOOPBACK,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Watch a fleet and replace its machines until it is finished; return 1 if it failed. Ctrl+C only stops watching.
@@ -77,7 +78,7 @@ def watch_fleet(
     with (
         ThreadPoolExecutor(16, thread_name_prefix="fleet") as pool,
         handle_signals(signal.default_int_handler, signal.SIGTERM),  # Like Ctrl+C, so that the lease is released.
-        serve_metrics(metrics_port) as show_metrics,
+        serve_metrics(metrics_port, metrics_host) as show_metrics,
     ):
         monitor = FleetMonitor(home, provider, pool=pool, policy=policy, watch_only=watch_only, may_create=may_create)
         try:
@@ -111,6 +112,7 @@ def monitor(
     keep_finished: bool = False,
     deployment: str | None = None,
     metrics_port: int | None = None,
+    metrics_host: str = LOOPBACK,
     web: bool = False,
     project: str | None = None,
 ) -> int:
@@ -128,7 +130,8 @@ def monitor(
         budget: With a fleet: change the cost in dollars at which its machines are deleted.
         keep_finished: With a fleet: keep machines whose work is finished.
         deployment: With a fleet that was deployed from another computer: the sha256:… that spile deploy printed there.
-        metrics_port: Serve OpenMetrics for Prometheus at http://HOST:PORT/metrics while it watches.
+        metrics_port: Serve OpenMetrics for Prometheus at http://127.0.0.1:PORT/metrics while it watches.
+        metrics_host: With --metrics-port: the address to listen on; 0.0.0.0 lets other machines read the metrics.
         web: Also show the run in the browser; its address is printed.
         project: The Google Cloud project. [default: gcloud's]
     """
@@ -136,7 +139,7 @@ def monitor(
     home = find_home(root, fleet)
     if home is None:
         with serve_page(root, web):
-            return _watch_dataset(root, interval, once, as_json, metrics_port)
+            return _watch_dataset(root, interval, once, as_json, metrics_port, metrics_host)
     client = _open_client(home, project)
     deployed, found = home.read_pinned()
     if deployment is not None:
@@ -146,11 +149,13 @@ def monitor(
     with serve_page(root, web, fleet=fleet):
         return watch_fleet(
             home, client, output(), interval=interval, keep_finished=keep_finished, once=once, as_json=as_json,
-            watch_only=watch_only, metrics_port=metrics_port,
+            watch_only=watch_only, metrics_port=metrics_port, metrics_host=metrics_host,
         )  # fmt: skip
 
 
-def _watch_dataset(root: str, interval: float, once: bool, as_json: bool, metrics_port: int | None) -> int:
+def _watch_dataset(
+    root: str, interval: float, once: bool, as_json: bool, metrics_port: int | None, metrics_host: str
+) -> int:
     folder = open_folder(root)
     if read_run(folder) is None:
         if once or as_json:
@@ -160,7 +165,7 @@ def _watch_dataset(root: str, interval: float, once: bool, as_json: bool, metric
     if as_json:
         print_json(reader.take().to_json())
         return 0
-    with serve_metrics(metrics_port) as show_metrics:
+    with serve_metrics(metrics_port, metrics_host) as show_metrics:
 
         def look() -> Snapshot:
             snapshot = reader.take()

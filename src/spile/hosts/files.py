@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from spile.errors import Damaged, Failure, UserError, untrusted
 from spile.hosts.hosts import Access, Host
-from spile.hosts.run import kill, raise_errors, ssh_error
+from spile.hosts.run import kill, raise_errors, run_interruptible, ssh_error
 from spile.objects import open_folder
 from spile.store.layout import RUN, STREAM, parse_key, stream_number
 from spile.store.writer import read_stream
@@ -143,7 +143,7 @@ def transfer(
         return [task.result() for task in tasks]
 
     try:
-        return asyncio.run(main())
+        return run_interruptible(main())
     except BaseExceptionGroup as failed:
         raise_errors(failed.exceptions, len(hosts))
         raise

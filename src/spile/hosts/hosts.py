@@ -14,6 +14,7 @@ from pathlib import Path
 from spile.errors import Failure, SpecError, UserError
 
 GCLOUD_KEY = Path("~/.ssh/google_compute_engine")
+_SSH_CONFIG = Path(__file__).with_name("ssh_config")
 GCLOUD_KNOWN_HOSTS = Path("~/.ssh/google_compute_known_hosts")
 
 _NAMED = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]\s]+\]|[^:@\s]+)(?::(?P<port>\d+))?")
@@ -66,9 +67,9 @@ class Access:
             "ConnectTimeout=10",
             "ServerAliveInterval=2",
             "ServerAliveCountMax=3",
-            *(self._gcloud(host) if host.node_id else ["StrictHostKeyChecking=accept-new"]),
+            *(self._gcloud(host) if host.node_id else []),
         ]
-        command = ["ssh", "-T"]
+        command = ["ssh", "-T", "-F", str(_SSH_CONFIG)]
         for option in options:
             command += ["-o", option]
         key = self.key or (GCLOUD_KEY if host.node_id else None)
@@ -81,12 +82,10 @@ class Access:
 
     @staticmethod
     def _gcloud(host: Host) -> list[str]:
-        # The alias contains the node's id, so a recreated node does not conflict with its predecessor's host key. ssh
-        # accepts the key at the first connection and refuses a different one later as a possible attack.
+        # The alias contains the node's id, so a recreated node does not conflict with its predecessor's host key.
         return [
             "CheckHostIP=no",
             "HashKnownHosts=no",
-            "StrictHostKeyChecking=accept-new",
             f"UserKnownHostsFile={GCLOUD_KNOWN_HOSTS.expanduser()}",
             f"HostKeyAlias=tpu.{host.node_id}-{host.worker}",
         ]

@@ -10,20 +10,29 @@ import os
 import re
 import shlex
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from spile.errors import Failure, Interrupted, SpileError, UserError, untrusted
 from spile.hosts import guard
 from spile.hosts.hosts import Access, Host
 
+_T = TypeVar("_T")
+
 _NO_PYTHON = "install Python 3.8 or newer there"
 _SSH_FAILURES: tuple[tuple[str, type[SpileError], str, str], ...] = (
     (r"Could not resolve hostname", UserError, "no such host", "check the address"),
     (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|No .* host key is known",
+        r"No .* host key is known",
+        UserError,
+        "your ssh configuration refuses a host whose key is not known",
+        "log in once with ssh to check and store the key, or add --ssh-option StrictHostKeyChecking=accept-new",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
         UserError,
         "the host's key is not the one known",
         "if the machine was really replaced, remove the old key with ssh-keygen -R",
@@ -151,6 +160,25 @@ def kill(process: asyncio.subprocess.Process) -> None:
         # Process.kill() would first poll: if the process has just ended, asyncio then warns of an unknown child.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
+
+
+def run_interruptible(main: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine in an event loop. Ctrl+C cancels it and, when it has ended, raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(main)
+    before = signal.getsignal(signal.SIGINT)
+
+    async def guarded() -> _T:
+        task = asyncio.ensure_future(main)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await task
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Session:
@@ -422,7 +450,7 @@ def launch(hosts: Sequence[Host], script: Callable[[Host], str], *, access: Acce
         jobs = jobs_for(hosts, Job("", keep=True))
         return list(await asyncio.gather(*(one(host, job) for host, job in jobs.items())))
 
-    return asyncio.run(main())
+    return run_interruptible(main())
 
 
 async def _launch_one(host: Host, job: Job, access: Access) -> Launched:

@@ -83,16 +83,21 @@ class _Server(ThreadingHTTPServer):
     text = "# EOF\n"
 
 
+LOOPBACK = "127.0.0.1"
+"""Only programs of this machine can connect to it."""
+
+
 @contextmanager
-def serve_metrics(port: int | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def serve_metrics(port: int | None, host: str = LOOPBACK) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Serve the last status at ``/metrics`` while a block runs; yield a function that sets it. None serves nothing."""
     if port is None:
         yield lambda _status: None
         return
     try:
-        server = _Server(("", port), _Handler)
+        server = _Server((host, port), _Handler)
     except OSError as error:
-        raise SpecError("--metrics-port", expected="a free port", found=f"{port}: {error.strerror}") from error
+        found = f"{host}:{port}: {error.strerror}"
+        raise SpecError("--metrics-port", expected="a free port of this machine", found=found) from error
 
     def update(status: Mapping[str, Any]) -> None:
         server.text = metrics_text(status)

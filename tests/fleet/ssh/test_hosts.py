@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import getpass
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fleet.ssh.loopback import wait_until
 from programs import needs
 from spile.errors import CloudError, SpileError, UserError
 from spile.fleet.manage import hosts_of, slices_named
 from spile.fleet.provider import Endpoint, Node, NodeState
+from spile.hosts import hosts
 from spile.hosts.hosts import Access, Host, ensure_key, parse_hosts
 from spile.hosts.run import HostOutcome, combine_errors, environment_of, ssh_error, worst_exit_code
 
@@ -95,7 +102,6 @@ def test_a_tpu_is_reached_as_gcloud_does() -> None:
         "CheckHostIP=no",
         "HashKnownHosts=no",
         "IdentitiesOnly=yes",
-        "StrictHostKeyChecking=accept-new",
         f"UserKnownHostsFile={home}/google_compute_known_hosts",
         "HostKeyAlias=tpu.77-0",
         "BatchMode=yes",
@@ -106,6 +112,32 @@ def test_a_tpu_is_reached_as_gcloud_does() -> None:
     assert words[-3:] == ["--", "34.0.0.0", "true"]
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
+@pytest.mark.parametrize(
+    ("theirs", "effective"),
+    [("", "accept-new"), ("StrictHostKeyChecking yes", "true"), ("Compression yes", "accept-new")],
+)
+@pytest.mark.parametrize("kind", ["named", "tpu"])
+def test_a_stricter_configuration_of_the_user_counts(
+    kind: str, theirs: str, effective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").write_text(f"Host *\n  {theirs}\n" if theirs else "")
+    config = hosts._SSH_CONFIG.read_text()
+    (tmp_path / "config").write_text(config.replace("~/.ssh/config", str(tmp_path / "theirs")))
+    monkeypatch.setattr(hosts, "_SSH_CONFIG", tmp_path / "config")
+    (host,) = parse_hosts(["example"]) if kind == "named" else hosts_of([node("t")], "t")
+    words = Access().command(host, "true")
+    found = subprocess.run(
+        [words[0], "-G", *words[1:-1]], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert f"stricthostkeychecking {effective}" in found
+    words = Access(options=("StrictHostKeyChecking=no",)).command(host, "true")
+    found = subprocess.run(
+        [words[0], "-G", *words[1:-1]], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "stricthostkeychecking false" in found, "--ssh-option counts first"
+
+
 def test_a_named_host_is_reached_as_its_owner_does() -> None:
     me, other = parse_hosts(["me@h:2222,[::1]:22"])
     assert (me.user, me.address, me.port, me.worker) == ("me", "h", 2222, 0)
@@ -113,9 +145,43 @@ def test_a_named_host_is_reached_as_its_owner_does() -> None:
     words = Access(options=("ProxyJump=b",)).command(me, "true")
     assert "-i" not in words
     assert "IdentitiesOnly=yes" not in words
-    assert words[:4] == ["ssh", "-T", "-o", "ProxyJump=b"]
+    assert words[:2] + words[4:6] == ["ssh", "-T", "-o", "ProxyJump=b"]
     assert words[words.index("-p") + 1] == "2222"
     assert [host.slice for host in parse_hosts(["a,b", "c"])] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "--", "true"), ("collect", "x"), ("docker", "stop", "--all")], ids=lambda words: words[0]
+)
+def test_ctrl_c_while_hosts_are_reached_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Also with several hosts, whose transfers are all cancelled."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/began\nexec sleep 600\n")
+    ssh.chmod(0o755)
+    place = words.index("--") if "--" in words else len(words)
+    line = [*words[:place], "--hosts", "a", "--hosts", "b", *words[place:]]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "spile.cli.main", *line],
+        cwd=tmp_path / "here",
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert wait_until(lambda: (tmp_path / "began").exists() and len((tmp_path / "began").read_text().split()) == 2)
+        os.kill(running.pid, signal.SIGINT)
+        text, _ = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert (running.returncode, "Traceback" in text) == (130, False), text
+    assert "interrupted" in text
+    for pid in (tmp_path / "began").read_text().split():
+        assert wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists()), "the commands on hosts ended"
 
 
 def outcome(code: int, cause: str = "ended") -> HostOutcome:

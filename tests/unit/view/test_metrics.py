@@ -61,6 +61,16 @@ def test_the_server_gives_the_last_status() -> None:
             pass
 
 
+@pytest.mark.parametrize(("words", "others"), [((), False), (("0.0.0.0",), True)])
+def test_other_machines_read_metrics_only_if_that_is_asked_for(words: tuple[str, ...], others: bool) -> None:
+    """Every address of 127.0.0.0/8 is this machine, but only one is the default."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    with serve_metrics(port, *words), socket.socket() as caller:
+        assert (caller.connect_ex(("127.0.0.2", port)) == 0) == others
+
+
 def test_no_port_serves_nothing() -> None:
     with serve_metrics(None) as update:
         update(STATUS)
