@@ -52,7 +52,7 @@ ZONES: tuple[str, ...] = (
     "europe-west4-b",
     "asia-east1-c",
 )
-TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines())
+TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines() if machine.tpu_api)
 
 
 @dataclass

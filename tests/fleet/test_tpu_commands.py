@@ -232,6 +232,11 @@ def test_queued_workers(spile, client: CloudTpu) -> None:
         (("--zones", f"{A},{A}"), "--zones: expected each zone once"),
         ((), "no zone. Pass --zones us-central1-a,us-central1-b."),
         (("--zones", A, "--best-effort"), "--best-effort: expected --queued as well"),
+        (
+            ("--zones", A, "--tpu-type", "tpu7x:2x2x1"),
+            "--tpu-type tpu7x:2x2x1: the Cloud TPU API has no tpu7x: expected v2 to v6e. Create it on GKE, and use: "
+            "spile k8s job --topology tpu7x-8",
+        ),
         (("--zones", A, "--fleet", "Big Fleet"), "--fleet: expected a label"),
         (("--zones", A, "--workers-per-zone", "0"), "--workers-per-zone: expected 1 or more, found 0"),
     ],

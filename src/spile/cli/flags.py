@@ -436,6 +436,12 @@ class MachineFlags:
                 "more than one way to pay for machines", expected=f"one of {', '.join(tiers)}", found="all of them"
             )
         machine = parse_machine(self.tpu_type or "v3-8")
+        if not machine.tpu_api:
+            raise SpecError(
+                f"--tpu-type {self.tpu_type}: the Cloud TPU API has no {machine.generation}",
+                expected="v2 to v6e",
+                fix=f"create it on GKE, and use: spile k8s job --topology {machine.name}",
+            )
         zones = place.zone_list()
         per_zone = 1 if self.workers_per_zone is None else self.workers_per_zone
         request = NodeRequest(

@@ -1,7 +1,7 @@
 """Machine types: one table with every spelling of a topology, its chips, hosts, memory and price.
 
 ``v5litepod-64``, ``v5e-64``, ``v5e:8x8`` and ``V5LITE_POD:8x8`` are one machine. In a name with a dash the number
-counts chips for v5e and v6e and TensorCores (two per chip) for v2, v3, v4 and v5p; a colon precedes the chips' grid.
+counts chips for v5e and v6e and TensorCores (two per chip) for all others; a colon precedes the chips' grid.
 
 Prices are list prices of a US region, per chip and hour, as of :data:`PRICES_AS_OF`. They change, and spot prices
 change monthly: a TOML file overrides them (``spile plan --prices prices.toml``).
@@ -31,6 +31,10 @@ _V4_SHAPES: tuple[Shape, ...] = (
     *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
     *((4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16), (8, 16, 16), (16, 16, 16)),
 )
+_TPU7X_SHAPES: tuple[Shape, ...] = (
+    *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)),
+    *((4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16)),
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,11 @@ class Generation:
     name: str
     """The name in JAX's compiler, before the colon: ``v5e``."""
     accelerator: str
-    """The name in the Cloud TPU API, before the dash: ``v5litepod``."""
+    """The name in the Cloud TPU API, before the dash: ``v5litepod``. TPU7x, which it does not have: as in xpk."""
     cores_per_chip: int
     """If it is not 1, the number after the dash counts cores instead of chips."""
     devices_per_chip: int
-    """How many devices JAX sees: both cores of a v2 or v3 chip, one for all later chips."""
+    """How many devices JAX sees: both cores of a v2, v3 or TPU7x chip, one for all others."""
     one_host_chips: tuple[int, ...]
     """Sizes, in chips, that are a single host. Larger slices have hosts of four chips."""
     shapes: tuple[Shape, ...]
@@ -67,7 +71,9 @@ class Generation:
     gke: str
     """The value of ``cloud.google.com/gke-tpu-accelerator``."""
     price: Price
-    """Per chip and hour."""
+    """Per chip and hour; 0 if it is not known."""
+    tpu_api: bool = True
+    """Whether the Cloud TPU API creates it. Google adds no generations to it; GKE and Compute Engine have all."""
 
 
 # Sources: Cloud TPU's system-architecture and pricing pages. The $4.00 and $1.35 for a v3-8 in the old guides are not
@@ -80,6 +86,7 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation("v5e", "v5litepod", 1, 1, (1, 4, 8), _V5E_SHAPES, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
     Generation("v5p", "v5p", 2, 1, (4,), _V4_SHAPES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
     Generation("v6e", "v6e", 1, 1, (1, 4, 8), _V5E_SHAPES, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
+    Generation("tpu7x", "tpu7x", 2, 2, (4,), _TPU7X_SHAPES, 192, 2307, "tpu7x", Price(0, 0), tpu_api=False),
 )
 # fmt: on
 
@@ -90,6 +97,7 @@ _OTHER_SPELLINGS = {
     "v5e": ("v5lite", "v5lite_pod", "v5litepodslice", "tpu-v5e", "tpu-v5-lite-podslice"),
     "v5p": ("v5", "v5p_pod", "tpu-v5p"),
     "v6e": ("v6lite", "v6lite_pod", "trillium", "tpu-v6e", "tpu-v6e-slice"),
+    "tpu7x": ("tpu7", "v7x", "ironwood"),
 }
 
 BY_SPELLING = {
@@ -119,8 +127,10 @@ class Machine:
     tflops: float
     """Peak of a chip in bf16."""
     price: Price
-    """Per hour, for all chips."""
+    """Per hour, for all chips; 0 if it is not known."""
     gke: str = ""
+    tpu_api: bool = False
+    """Whether the Cloud TPU API creates it."""
 
     @property
     def chips_per_host(self) -> int:
@@ -208,6 +218,7 @@ def _make_slice(generation: Generation, shape: Shape) -> Machine:
         tflops=generation.tflops,
         price=generation.price.times(chips),
         gke=generation.gke,
+        tpu_api=generation.tpu_api,
     )
 
 
