@@ -151,6 +151,7 @@ def worker(
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
     from spile.run.claiming import work_on_claims
+    from spile.run.pod.check import check_before_work
     from spile.run.signals import exit_handler, handle_signals
 
     check_number("--claim-seconds", seconds, 1, 86400)
@@ -158,6 +159,7 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
     # Between streams nothing is to be committed, and the first process of a container ignores SIGTERM by default.
     between = handle_signals(exit_handler(Interrupted.exit_code), signal.SIGTERM)
     with pod.join(identity) as hosts, between:
+        check_before_work(spec, hosts, log)
         return work_on_claims(
             spec.data,
             spec.output,
@@ -325,13 +327,20 @@ def add_taps(backfill: BackfillFlags, flags: ExtractFlags, pod: PodFlags, verbos
     return summary.exit_code
 
 
-def check(*, flags: PodFlags = PodFlags()) -> int:
+def check(
+    *, spec: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None, flags: PodFlags = PodFlags()
+) -> int:
     """Test a slice in a minute without a dataset: hosts, barriers, devices and one small forward pass on all devices.
 
     Run it on every host: gcloud compute tpus tpu-vm ssh $TPU --worker=all --command="spile pod check".
-    """
-    from spile.run.pod.pod import check_pod
 
+    Args:
+        spec: Also compile the program of this run spec and run it on a small batch: a file, an object of a bucket, its
+            JSON text, or - for standard input. The weights of the model are not fetched.
+    """
+    from spile.run.pod.check import check_pod
+
+    found = None if spec is None else _read_spec(spec)
     with flags.join() as hosts:
-        check_pod(hosts, log)
+        check_pod(hosts, log, found)
     return 0

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from spile.compute.batches import Batch
 from spile.compute.mesh import AXES, MeshPlan, arrange_devices, describe_mesh
-from spile.compute.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
+from spile.compute.producer import DoesNotCompile, OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
 from spile.compute.progress import Progress
 from spile.compute.sizes import UNRELEASED, choose_sizes
 from spile.errors import Failure
@@ -387,12 +387,12 @@ def _blocks(array: jax.Array) -> list[list[RowBlock]]:
     ]
 
 
-def convert_error(error: Exception, what: str = "the device failed") -> Failure:
+def convert_error(error: Exception, kind: type[Failure] = Failure, what: str = "the device failed") -> Failure:
     """Convert an error of the JAX runtime or of a compiler to one line; dumps of programs after it are left out."""
     text = " ".join(str(error).split("\n\n")[0].split())
     if "RESOURCE_EXHAUSTED" in text and "memory space vmem" not in text:  # vmem: a kernel's own memory
         return OutOfDeviceMemory("the device's memory ran out")
-    return Failure(f"{what}: {text[:300] or type(error).__name__}")
+    return kind(f"{what}: {text[:300] or type(error).__name__}")
 
 
 def compile_traced(
@@ -403,7 +403,7 @@ def compile_traced(
         compiled: jax.stages.Compiled = traced.lower().compile(options)
     except Exception as error:
         device = mesh.devices.flat[0].device_kind
-        raise convert_error(error, f"the program does not compile for {device}") from error
+        raise convert_error(error, DoesNotCompile, f"the program does not compile for {device}") from error
     return compiled
 
 
@@ -434,11 +434,13 @@ def place_model(
     progress: Progress,
     prepare: Callable[[DeviceProducer], None],
     steering: Steering | None = None,
+    read: Callable[..., Params] = load,
 ) -> DeviceProducer:
     """Load a model onto all devices, including those of the other hosts of a pod.
 
     While the weights are read, the first program is compiled and the pinned memory is allocated. ``prepare`` calls
     :meth:`DeviceProducer.prepare` for the first batch. ``row_bytes`` is what one token takes in a shard.
+    ``read`` returns the weights.
     """
     config, dtype = files.config, spec.dtype
     layers, head = layers_needed(taps, config.n_layers), head_needed(taps)
@@ -465,7 +467,7 @@ def place_model(
         producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
     try:
         with progress.span("weights"):
-            weights = load(files, dtype, layers, place, head=head, runs=runs)
+            weights = read(files, dtype, layers, place, head=head, runs=runs)
             producer.params = replace(weights, steering=steering)
     except BaseException:
         producer.close()

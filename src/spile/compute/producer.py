@@ -32,6 +32,10 @@ class OutOfDeviceMemory(Failure):
     """A batch does not fit on the device; a smaller one may."""
 
 
+class DoesNotCompile(Failure):
+    """A compiler refuses a program for the devices that are here."""
+
+
 class Control:
     """Decides when shards end early: a signal stops the run, a clock asks for commits.
 

@@ -20,7 +20,7 @@ from spile.compute import device
 from spile.compute.batches import Batch
 from spile.compute.device import DeviceProducer, configure_jax
 from spile.compute.mesh import make_mesh
-from spile.compute.producer import OutOfDeviceMemory, check_tokens
+from spile.compute.producer import DoesNotCompile, OutOfDeviceMemory, check_tokens
 from spile.compute.progress import Progress
 from spile.errors import Failure, ModelError
 from spile.models import model_files
@@ -233,15 +233,15 @@ The MLIR operation involved:
     [
         (
             MosaicError(MOSAIC),
-            Failure,
+            DoesNotCompile,
             "the program does not compile for cpu: INTERNAL: Mosaic failed to compile TPU kernel: E2001: Unsupported "
             "RHS type: vector<128x128xbf16> See https://openxla.org/xla/errors/error_2001 for more "
             "details.",
         ),
-        (NotImplementedError(), Failure, "the program does not compile for cpu: NotImplementedError"),
+        (NotImplementedError(), DoesNotCompile, "the program does not compile for cpu: NotImplementedError"),
         (
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"),
-            Failure,
+            DoesNotCompile,
             "the program does not compile for cpu: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem",
         ),
         (

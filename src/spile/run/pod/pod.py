@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from spile.compute.producer import Control, Decision
 from spile.errors import ExitCode, PodError, SpecError, SpileError
@@ -467,74 +467,9 @@ def _join(identity: Identity, times: PodTimes, log: Log) -> Pod:
     return Pod(roll.identity, coordination, watch, service, times)
 
 
-# -- spile pod check ---------------------------------------------------------------------------------------------------
-
-_CHECK_TOKENS = 64
-_TOLERANCE = 0.02
-"""More than the rounding of bfloat16; a wrong collective differs by far more."""
-
-
 def log_devices(hosts: WorkerGroup, log: Log) -> None:
     import jax
 
     local, count = jax.local_devices(), jax.device_count()
     ids = ", ".join(str(device.id) for device in local)
     log(f"✓ {hosts.name or 'This process'} sees {len(local)} of {count} devices: {local[0].device_kind}, ids {ids}")
-
-
-def check_pod(hosts: WorkerGroup, log: Log) -> None:
-    """Check barriers, devices, and a forward pass over all devices against one on this host."""
-    if not hosts.name:
-        log("One host: nothing between hosts is tested. On every host: spile run --tpu-prefix NAME -- spile pod check")
-    log_devices(hosts, log)
-    for name in BARRIERS[1:]:
-        if name == "extraction_start":
-            _check_forward(hosts, log)
-        hosts.barrier(name)
-        log(f"✓ Passed '{name}' barrier")
-    log(f"✓ {hosts.name or 'This process'}: all checks passed")
-
-
-def _check_forward(hosts: WorkerGroup, log: Log) -> None:
-    """Compare the embedded model on the whole mesh with the same model on one device."""
-    import jax
-    import numpy as np
-
-    from spile.compute.batches import Batch
-    from spile.compute.device import DeviceProducer
-    from spile.compute.mesh import MeshPlan, make_mesh
-    from spile.models import model_files
-    from spile.models.weights import load
-    from spile.run.resolve import compute_dtype_for
-    from spile.spec.run import EMBEDDED
-    from spile.spec.taps import Tap
-
-    files = model_files.find(EMBEDDED)
-    taps = (Tap("residual", files.config.n_layers - 1),)
-    dtype = compute_dtype_for(jax.default_backend())
-    tokens = np.arange(_CHECK_TOKENS, dtype=np.int32) % files.config.vocab_size
-    sample = Sample(0, "check", tokens, np.zeros(_CHECK_TOKENS, np.uint8))
-
-    def rows(devices: list[jax.Device], shape: tuple[int, int]) -> list[Any]:
-        """Return the rows that each device computes for the same sample."""
-        mesh = make_mesh(shape, devices)
-        params = load(files, dtype, None, MeshPlan(files.config, *shape).place(mesh))
-        producer = DeviceProducer(
-            params, files.config, taps, store_dtype="float32", mesh=mesh, attention="xla", dtype=dtype
-        )
-        batch = Batch((((sample,),),) * producer.groups, 1, _CHECK_TOKENS)
-        return [block.rows.astype(np.float64) for block in producer.fetch(producer.start(batch))[0]]
-
-    count = jax.device_count()
-    # Both axes of the mesh, if possible, so that collectives are tested too.
-    together = rows(jax.devices(), (count // 2, 2) if count % 2 == 0 else (count, 1))
-    (reference,) = rows(jax.local_devices()[:1], (1, 1))
-    worst = max(float(np.abs(each - reference).max()) for each in together) / float(np.sqrt(np.mean(reference**2)))
-    if worst > _TOLERANCE:
-        raise PodError(
-            f"{hosts.name or 'this process'}: the forward over all devices",
-            expected=f"rows as one device computes them, to {_TOLERANCE:g} of their size",
-            found=f"{worst:.3g}",
-            fix="recreate this slice; one of its chips or links is broken",
-        )
-    log(f"✓ Forward over {count} devices agrees with one device (largest difference {worst:.1e})")
