@@ -203,7 +203,7 @@ def deploys(at: GuideWorld, old: OldLine) -> None:
         data = streams.get(f"stream_{stream:03d}.jsonl")
         at.proven(fleet.root, stream, hashlib.sha256(data).hexdigest())
     if "--max_samples" in old.line:
-        assert fleet.max_samples == old.means["flags.max_samples"]
+        assert fleet.run["max_samples_per_stream"] == old.means["flags.max_samples_per_stream"]
 
 
 def deploys_and_watches(at: GuideWorld, old: OldLine) -> None:
@@ -214,7 +214,7 @@ def deploys_and_watches(at: GuideWorld, old: OldLine) -> None:
     assert machines(at) == [], "no machine is left"
     fleet = FleetSpec.from_json(at.fleet(FINEWEB))
     assert len(fleet.workers) == len(wanted(old))
-    report = verify(open_folder(fleet.root), max_samples=fleet.max_samples)
+    report = verify(open_folder(fleet.root))
     assert report.ok, [problem.line() for problem in report.all_problems]
     run = read_run(open_folder(fleet.root))
     assert run is not None

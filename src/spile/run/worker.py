@@ -49,7 +49,7 @@ from spile.store.quarantine import (
     section_size,
     write_trials,
 )
-from spile.store.run import claim_answers, join_run, write_spec
+from spile.store.run import claim_answers, join_run, refuse_other_answers, write_spec
 from spile.store.writer import StreamWriter, join_stream, read_stream
 
 _CONTROLS = 64
@@ -88,6 +88,8 @@ def run_stream(
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check_command_and_output(spec, progress, hosts)
+    if spec.answers_dir is not None:
+        refuse_other_answers(open_folder(spec.answers_dir), open_folder(spec.output))
     clear = hosts.agree("clear", clear if clear and _version(spec) == clear else "")
     run = resolve(spec, progress, start_over=bool(clear))
     if run.spec.data.max_seq_length != spec.data.max_seq_length:

@@ -101,19 +101,30 @@ def claim_answers(folder: Folder, root: Folder) -> None:
         RunMismatch: If it belongs to another run, whose answers would be overwritten.
 
     """
+    ours = {"run": _run_id(root), "output": root.url}
+    if not folder.create(ANSWERS, json.dumps(ours).encode() + b"\n"):
+        refuse_other_answers(folder, root)
+
+
+def _run_id(root: Folder) -> object:
     run = _read_record(root) or {}
-    ours = {"run": run.get("id") or run.get("fingerprint"), "output": root.url}
-    if folder.create(ANSWERS, json.dumps(ours).encode() + b"\n"):
+    return run.get("id") or run.get("fingerprint")
+
+
+def refuse_other_answers(folder: Folder, root: Folder) -> None:
+    """Raise as :func:`claim_answers` does, and write nothing; the run need not exist yet."""
+    content = get_if_present(folder, ANSWERS)
+    if content is None:
         return
     where = f"{folder.url}/{ANSWERS}"
     with untrusted(Damaged, f"{where} does not say which run the answers belong to", fix=f"delete {where}"):
-        owner = json.loads(folder.get(ANSWERS))
+        owner = json.loads(content)
         other, output = owner["run"], str(owner["output"])
-    if other != ours["run"]:
+    if other != _run_id(root):
         raise RunMismatch(
             f"--output-dir {folder.url} holds the answers of another run",
-            expected=f"run {ours['run']} in {root.url}",
-            found=f"run {other} in {output}",
+            expected=f"those of {root.url}",
+            found=f"those of {output}",
             fix=f"choose another --output-dir, or delete {where} to replace those answers",
         )
 

@@ -179,7 +179,7 @@ def test_the_folder_for_answers_belongs_to_one_run(
     capfd.readouterr()
     assert spile(*words, "--output", tmp_path / "two", "--seed", 1) == 2
     assert f"{answers} holds the answers of another run" in capfd.readouterr().err
-    assert not list((tmp_path / "two").rglob("commits/*.json"))
+    assert not (tmp_path / "two").exists(), "refused before anything is written"
     assert (answers / "predictions.jsonl").read_bytes() == before
     assert spile(*words, "--output", tmp_path / "one") == 0
     (answers / "answers.json").write_text("[]")
