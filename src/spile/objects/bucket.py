@@ -180,7 +180,9 @@ class BucketFolder:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield objects page by page. A page that fails is requested again by itself.
 
-        obstore lists whole folders, so a prefix that ends within a name becomes an offset and an early end.
+        obstore lists whole folders, so a prefix that ends within a name becomes an offset and an early end. It refuses
+        a page with a name that is no valid key, such as ``a//b``; from there on the cloud's own client lists the rest.
+        Such names are yielded, and every other method refuses them.
         """
         if not is_valid_prefix(prefix):
             return
@@ -188,14 +190,22 @@ class BucketFolder:
         folder, _, rest = wanted.rpartition("/")
         after = _just_before(wanted) if rest[:-1] not in ("", ".", "..") else None  # obstore refuses these as offsets
         stream: Any = None
+        refused: RequestFailure | None = None
 
         def page() -> Any:
-            nonlocal stream
-            try:
-                return self.bucket.attempt(next_page)
-            except RequestFailure:
-                stream = None
-                raise
+            nonlocal stream, refused
+            if refused is None:
+                try:
+                    return self.bucket.attempt(next_page)
+                except RequestFailure as failure:
+                    stream = None
+                    if failure.code != "InvalidPath":
+                        raise
+                    refused = failure
+            names = run_interruptibly(lambda: self.bucket.cloud.list_any_names(wanted, after or ""))
+            if names is None:
+                raise refused
+            return names
 
         def next_page(c: _Connection) -> Any:
             nonlocal stream
@@ -312,7 +322,8 @@ def _fix(cloud: Cloud, failure: RequestFailure) -> str | None:
     if failure.code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return f"set AWS_REGION to the region of {url}"
     if failure.code == "InvalidPath":
-        return 'rename or remove that object; a name must not contain an empty part, "." or ".."'
+        own = ", or: pip install 'spile[s3]'" if cloud.scheme == "s3" else ""
+        return f'rename or remove that object; a name must not contain an empty part, "." or ".."{own}'
     return "run the same command again; what is committed stays" if failure.transient else None
 
 

@@ -61,6 +61,12 @@ class Cloud(Protocol):
     def region(self) -> str | None:
         """Return the bucket's region in lower case, or None if the cloud does not tell."""
 
+    def list_any_names(self, prefix: str, after: str) -> list[dict[str, Any]] | None:
+        """Return a page of the objects after a name, as obstore describes them, whatever their names are.
+
+        None if this cloud, or this installation, has no client for that.
+        """
+
 
 def cloud_of(scheme: str, bucket: str) -> Cloud:
     kinds: dict[str, Callable[[str], Cloud]] = {"gs": GoogleBucket, "s3": AmazonBucket, "az": AzureContainer}
@@ -186,6 +192,18 @@ class GoogleBucket:
 
     def discard(self, key: str, handle: str) -> None:
         self.request("DELETE", f"{self.bucket}/{key}", {"uploadId": handle})
+
+    def list_any_names(self, prefix: str, after: str) -> list[dict[str, Any]]:
+        query = {"list-type": "2", "prefix": prefix, "start-after": after}
+        return [
+            {
+                "path": found.findtext("{*}Key", ""),
+                "size": int(found.findtext("{*}Size", "0")),
+                "last_modified": datetime.fromisoformat(found.findtext("{*}LastModified", "").replace("Z", "+00:00")),
+                "e_tag": found.findtext("{*}ETag"),
+            }
+            for found in _parse_xml(self.request("GET", self.bucket, query)).iterfind("{*}Contents")
+        ]
 
     def region(self) -> str | None:
         return (_parse_xml(self.request("GET", self.bucket, {"location": ""})).text or "us").lower()
@@ -421,6 +439,14 @@ class AmazonBucket:
         for upload in uploads:
             yield Unfinished(upload["Key"], upload["UploadId"], upload["Initiated"].timestamp())
 
+    def list_any_names(self, prefix: str, after: str) -> list[dict[str, Any]] | None:
+        try:
+            page = self._with_botocore(lambda c: c.list_objects_v2(Bucket=self.bucket, Prefix=prefix, StartAfter=after))
+        except ImportError:
+            return None
+        names = {"path": "Key", "size": "Size", "last_modified": "LastModified", "e_tag": "ETag"}
+        return [{name: found[key] for name, key in names.items()} for found in page.get("Contents", ())]
+
     def discard(self, key: str, handle: str) -> None:
         self._with_botocore(lambda c: c.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=handle))
 
@@ -507,6 +533,9 @@ class AzureContainer:
 
     def discard(self, key: str, handle: str) -> None:
         """Do nothing, see :meth:`unfinished`."""
+
+    def list_any_names(self, prefix: str, after: str) -> None:
+        """Return None: obstore is the only client here."""
 
     def region(self) -> str | None:
         """Return None: the storage account's region is not part of the blob API."""

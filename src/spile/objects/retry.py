@@ -119,7 +119,7 @@ def from_obstore(error: Exception) -> RequestFailure:
         return from_status(int(found[1]), found[2])
     if "redirect without LOCATION" in text:
         return RequestFailure("301 the bucket is in another region", status=301, code="PermanentRedirect")
-    if found := re.search(r"object with invalid path: Error parsing Path (\".*?\"):", text):
+    if found := re.search(r"object with invalid path: (?:Error parsing )?Path (\".*?\")", text):
         return RequestFailure(f"an object whose name cannot be used: {found[1]}", code="InvalidPath")
     # What precedes "HttpError" can contain the object's key, which could be mistaken for a cause.
     cause = text[max(0, text.find("HttpError")) :].lower()

@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.gcs import FakeGcs
 
 import spile as package
+from backends import Clouds
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.proof.report import Report
@@ -193,6 +194,24 @@ def test_copies_in_the_index_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
             changed[bit // 8] ^= 1 << bit % 8
             root.put(key, bytes(changed))
             assert [key in problem.where for problem in verify(root).all_problems] == [True], bit
+
+
+@pytest.mark.parametrize("stray", ["tpu_0//x", "/y", "notes//z", "tpu_0/commits//0002.json", "tpu_0/./x"])
+def test_a_name_that_is_no_key_is_ignored_and_named(stray: str, cloud_folder: Folder, clouds: Clouds) -> None:
+    produce(cloud_folder, 45)
+    whole = [sample.index for sample in package.open(cloud_folder).samples]
+    bucket, _, prefix = cloud_folder.url.partition("://")[2].partition("/")
+    if cloud_folder.url.startswith("gs:"):
+        clouds.gcs.buckets.store(bucket, f"{prefix}/{stray}", b"stray")
+    else:
+        client = clouds.s3_client(clouds.s3.url)
+        client.put_object(Bucket=bucket, Key=f"{prefix}/{stray}", Body=b"stray")
+    assert [sample.index for sample in package.open(cloud_folder).samples] == whole
+    report = verify(cloud_folder)
+    assert report.ok
+    assert report.unchecked == (f"{stray}: not a name that spile gives",)
+    again = produce(cloud_folder, 45)
+    assert again.ledger.samples == len(whole)
 
 
 def test_all_kinds_of_names_are_in_the_test(made: Path) -> None:
