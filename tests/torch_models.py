@@ -82,6 +82,11 @@ def _makers() -> dict[str, Callable[[], Any]]:
                 text_config={**_DECODER, "model_type": "llama"}, vision_config=clip, image_token_index=VOCABULARY - 1
             )
         ),
+        "bloom": lambda: t.BloomForCausalLM(t.BloomConfig(**_SIZES, n_layer=3, n_head=4)),
+        "falcon": lambda: t.FalconForCausalLM(t.FalconConfig(**_SIZES, num_attention_heads=4)),
+        "granitemoe": lambda: t.GraniteMoeForCausalLM(
+            t.GraniteMoeConfig(**_DECODER, num_local_experts=4, embedding_multiplier=3.0, residual_multiplier=0.22)
+        ),
         "bert": lambda: t.BertForMaskedLM(t.BertConfig(**_ENCODER)),
         "modernbert": lambda: t.ModernBertForMaskedLM(
             t.ModernBertConfig(**_ENCODER, cls_token_id=1, sep_token_id=2, local_attention=16)

@@ -25,8 +25,8 @@ from spile.spec.taps import MODULE, Tap, TapRows
 
 Side = Literal["input", "output"]
 
-_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer")
-_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention", "linear_attn", "mixer", "mamba")
+_MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe", "shared_mlp")
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "Wo")
 _DOWN_NAMES = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2", "fc_out", "wo", "Wo")
 _FUSED_NAMES = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv")
@@ -56,9 +56,9 @@ class HookPoint:
     """The factor that the model applies before it adds this part to the residual stream."""
 
     def value(self, x: Any) -> Any:
-        """Return the tap's value from the input or output of the module."""
+        """Return the tap's value from the input or output of the module, which may be changed in place later."""
         part = self.select(x)
-        return part if self.scale is None else part * self.scale
+        return part.clone() if self.scale is None else part * self.scale
 
 
 def find_layers(model: Any) -> Sequence[Any]:
@@ -94,7 +94,7 @@ def find_hook_point(model: Any, layers: Sequence[Any], tap: Tap) -> HookPoint:
             f"--taps {tap.kind}",
             expected=f"a tap that {type(model).__name__} has",
             found=f"none for {tap}",
-            fix=f"name the module, such as --taps {MODULE}{_example(model, tap.layer)}",
+            fix=f"name the module, such as --taps {MODULE}{example_module(model, tap.layer)}",
         )
     if tap.heads is None:
         return point
@@ -114,27 +114,28 @@ def _find_named(model: Any, path: str) -> HookPoint:
         ) from None
 
 
-def _example(model: Any, layer: int | None) -> str:
+def example_module(model: Any, layer: int | None) -> str:
+    """Return the path of a module of this layer."""
     wanted = f".{layer or 0}."
     return next((name for name, _ in model.named_modules() if wanted in f"{name}."), "lm_head")
 
 
 def _child(module: Any, names: Sequence[str]) -> Any:
-    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    return next((child for name in names if (child := getattr(module, name, None)) is not None), None)
 
 
 def _hook_point(module: Any, side: Side) -> HookPoint | None:
     return None if module is None else HookPoint(module, side)
 
 
-def _is_bert_like(layer: Any) -> bool:
+def is_bert_like(layer: Any) -> bool:
     """Return whether attention and MLP end with a ``dense`` layer to whose output the residual stream is added."""
     return hasattr(getattr(layer, "output", None), "dense") and hasattr(getattr(layer, "attention", None), "self")
 
 
 def _attention(layer: Any) -> Any:
     """Return the attention module. In layers like BERT's it is inside of one that adds the residual stream."""
-    return layer.attention.self if _is_bert_like(layer) else _child(layer, _ATTENTION_NAMES)
+    return layer.attention.self if is_bert_like(layer) else _child(layer, _ATTENTION_NAMES)
 
 
 def _mlp(layer: Any) -> Any:
@@ -142,11 +143,11 @@ def _mlp(layer: Any) -> Any:
 
 
 def _attention_out(layer: Any) -> Any:
-    return layer.attention.output.dense if _is_bert_like(layer) else _child(_attention(layer), _OUTPUT_NAMES)
+    return layer.attention.output.dense if is_bert_like(layer) else _child(_attention(layer), _OUTPUT_NAMES)
 
 
 def _mlp_out(layer: Any) -> Any:
-    return layer.output.dense if _is_bert_like(layer) else _child(_mlp(layer) or layer, _DOWN_NAMES)
+    return layer.output.dense if is_bert_like(layer) else _child(_mlp(layer) or layer, _DOWN_NAMES)
 
 
 def _with_scale(point: HookPoint | None, module: Any, names: Sequence[str]) -> HookPoint | None:
@@ -163,7 +164,7 @@ def _find_addition(layer: Any, part: Any, out: Any, norms: tuple[str, str]) -> H
     The norm has the first of the names in GLM-4, and the second in Gemma and OLMo. In other models,
     ``post_attention_layernorm`` is the norm before the MLP. ``out`` is the last matrix of the part.
     """
-    if _is_bert_like(layer):
+    if is_bert_like(layer):
         return _hook_point(out, "output")
     gemma = _child(layer, ("pre_feedforward_layernorm", "pre_mlp_layernorm")) is not None
     olmo = hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm")
@@ -178,7 +179,7 @@ def _find_resid_mid(model: Any, layer: Any) -> HookPoint | None:
         return None
     if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "pre_feedforward_layernorm"):
         return _hook_point(_mlp(layer), "input")
-    if _is_bert_like(layer):
+    if is_bert_like(layer):
         return _hook_point(layer.attention, "output")
     return _hook_point(_child(layer, _NORMS_BEFORE_MLP), "input")
 
@@ -266,7 +267,7 @@ class Hooks:
         def stop(_module: Any, _args: Any) -> None:
             raise _AllTapsComputed
 
-        handles = [_hook(point, functools.partial(keep, tap)) for tap, point in self._points.items()]
+        handles = [hook_at(point, functools.partial(keep, tap)) for tap, point in self._points.items()]
         if stop_early and self._first_unneeded is not None:
             handles.append(self._first_unneeded.register_forward_pre_hook(stop))
         try:
@@ -324,7 +325,9 @@ def nearly_equal(left: Any, right: Any, dtype: Any) -> bool:
     return bool((left.float() - right.float()).norm() <= limit * left.float().norm())
 
 
-def _hook(point: HookPoint, keep: Callable[[Any], None]) -> Any:
+def hook_at(point: HookPoint, keep: Callable[[Any], None]) -> Any:
+    """Pass the value of a hook point to ``keep`` whenever it is computed; return the handle that removes the hook."""
+
     def after(_module: Any, _args: Any, output: Any) -> None:
         keep(point.value(output[0] if isinstance(output, tuple | list) else output))
 

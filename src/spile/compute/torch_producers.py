@@ -20,6 +20,7 @@ from spile.compute.batches import Batch
 from spile.compute.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens
 from spile.compute.progress import Progress
 from spile.compute.threads import Channel, ThreadGroup, ThreadsEnded
+from spile.compute.torch_additions import refuse_other_values
 from spile.compute.torch_backend import Hooks, inference_on, input_device, load_replicas, nearly_equal, padding_is_safe
 from spile.data.tokens import Tokenizer
 from spile.errors import Failure, SpecError
@@ -85,6 +86,7 @@ class TorchProducer(Producer):
         self._model, self._taps, self._dtype = replicas[0], tuple(taps), dtype
         self._store_dtype, self._most_tokens, self._mean = store_dtype, most_tokens, positions == MEAN
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        refuse_other_values(self._model, taps)
         self._padded = padding_is_safe(self._model)
         self._pool = ThreadPoolExecutor(len(replicas), "spile-torch")
         self.groups, self.owned = len(replicas), tuple(range(len(replicas)))
@@ -229,6 +231,7 @@ class TorchGenerator(AnswerProducer):
         for model in replicas:  # its own settings, such as a penalty for repetition, would change greedy answers
             model.generation_config = type(model.generation_config)(pad_token_id=0)
         self._size = spec.batch_size or _ANSWERS_AT_ONCE[input_device(self._model).type]
+        refuse_other_values(self._model, taps)
         self._padded = _left_padding_is_safe(self._model)
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self.taps, self.store_dtype = taps, spec.store_dtype

@@ -223,6 +223,35 @@ def test_the_parts_of_an_encoder_layer_add_up(tmp_path: Path) -> None:
         torch.testing.assert_close(after, again.detach())
 
 
+@pytest.mark.parametrize("name", ["opt", "mamba", "qwen3_5", "gemma4", "esm", "modernbert", "falcon", "granitemoe"])
+def test_attn_and_mlp_are_what_is_added(name: str, tmp_path: Path) -> None:
+    from spile.compute.torch_additions import refuse_other_values
+    from spile.compute.torch_backend import Hooks
+
+    model, tokens = load(name, tmp_path), torch.arange(3, 12)[None]
+    kinds = ("attn", "mlp")[: 1 if name == "mamba" else 2]
+    refuse_other_values(model, [Tap(kind, layer) for kind in kinds for layer in range(3)])
+    refuse_other_values(model.to(torch.bfloat16), [Tap(kind, 1) for kind in kinds])
+    found = Hooks(model.float(), [Tap("embed"), *(Tap(kind, 0) for kind in ("resid_pre", *kinds, "residual"))])
+    values = found.run(tokens, torch.ones_like(tokens))
+    if name == "granitemoe":
+        torch.testing.assert_close(values[Tap("embed")], values[Tap("resid_pre", 0)])
+    if name != "gemma4":  # its layers also add what the layer's own embedding gives
+        total = sum((values[Tap(kind, 0)] for kind in kinds), values[Tap("resid_pre", 0)])
+        torch.testing.assert_close(total, values[Tap("residual", 0)], atol=1e-4, rtol=1e-4)
+
+
+def test_modules_with_other_values_are_refused(texts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The outputs of Bloom's attention and MLP contain the residual stream."""
+    bloom, out = save_model("bloom", tmp_path / "bloom"), tmp_path / "out"
+    data = ("--model", bloom, "--dataset", texts, "--prompt", "text", "--output", out)
+    for kind in ("attn", "mlp", "resid_mid"):
+        line = refusal(capfd, "extract", *data, "--taps", kind)
+        assert f"--taps {kind}.0: expected a model that adds the outputs of attention and MLP" in line
+        assert "ame the module, such as --taps module:transformer.h.0" in line
+    assert not (out / "stream_0" / "commits").exists()
+
+
 def generator_of(models: list[Any], how: GenerationSpec, taps: tuple[Tap, ...] = (), **more: Any) -> Any:
     from spile.compute.torch_producers import TorchGenerator
 
