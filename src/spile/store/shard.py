@@ -168,7 +168,18 @@ class ShardHeader(SafetensorsHeader):
     def notes(self) -> list[dict[str, Any]]:
         """Return each sample's index, task id, preview, augmentation, truncation and kept fields."""
         with untrusted(Damaged, "a shard's header has no records of its samples"):
-            return [dict(note) for note in json.loads(self.metadata["samples"])]
+            return [_checked_note(note) for note in json.loads(self.metadata["samples"])]
+
+
+_NOTE_TYPES = {"index": int, "task_id": str, "preview": str, "augmentation": dict, "truncated": int, "kept": dict}
+
+
+def _checked_note(note: dict[str, Any]) -> dict[str, Any]:
+    """Return the note of a sample; raise an error if a field has another type than the writer gives it."""
+    for name, kind in _NOTE_TYPES.items():
+        if (name in note or name in ("index", "task_id")) and type(note[name]) is not kind:
+            raise TypeError(f"{name} is {type(note[name]).__name__}")
+    return note
 
 
 def _clean(text: str) -> str:

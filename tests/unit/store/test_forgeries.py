@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.proof.verification import verify
+from spile.reading.dataset import open as open_dataset
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import choose_positions
 from spile.spec.run import GenerationSpec
 from spile.spec.sample import Prediction, Role, Sample
+from spile.store import shard
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import put_predictions
 from spile.store.run import join_run
-from spile.store.shard import as_stored
+from spile.store.shard import as_stored, notes_of
 from spile.store.statistics import TapAccumulator, TapStatistics
 from spile.store.writer import join_stream
 from world import TAPS, rows_of, run_identity, sample_of, stream_identity
@@ -53,6 +56,19 @@ def store(
 
 def problems(folder: Folder, **options: Any) -> str:
     return "\n".join(problem.text for problem in verify(folder, **options).all_problems)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("index", [0]), ("index", "0"), ("index", True), ("task_id", 7), ("kept", []), ("preview", {})]
+)
+def test_a_note_with_a_field_of_another_type_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, value: object
+) -> None:
+    monkeypatch.setattr(shard, "notes_of", lambda samples: [{**note, field: value} for note in notes_of(samples)])
+    folder = store(tmp_path, RUN, [sample_of(0), sample_of(1)])
+    assert f"records of its samples: found TypeError: {field} is {type(value).__name__}" in problems(folder)
+    with pytest.raises(Damaged, match="records of its samples"):
+        list(open_dataset(folder))
 
 
 def decode(tokens: Sequence[int]) -> str:
