@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ import numpy.typing as npt
 from spile.compute.batches import Batch, Sizes
 from spile.compute.device import configure_jax, place_model
 from spile.compute.producer import Control, Producer, RowBlock, with_positions
-from spile.compute.progress import Progress
+from spile.compute.progress import Progress, hang_limit
 from spile.compute.resolved import ResolvedRun
 from spile.compute.sizes import sizes_for_stream
 from spile.compute.torch_producers import make_torch_producer
@@ -50,6 +51,7 @@ from spile.reading.shuffle import RowOrder, ShufflePlan
 from spile.run.pipeline import Sink, run_pipeline
 from spile.run.resolve import find_model, read_steering, resolve
 from spile.run.worker import commit_end, commit_limit, join, make_producer
+from spile.spec.amounts import duration
 from spile.spec.ranges import Ranges
 from spile.spec.run import RunSpec
 from spile.spec.sample import Sample, Skip
@@ -64,6 +66,8 @@ _Rows = dict[str, _Array]
 
 _END_SECONDS = 30.0
 """Seconds to wait for the exit code of a worker whose connection has ended."""
+_CLOSE_SECONDS = 5.0
+"""Seconds that a pass and each worker have to end when the stream is closed; then the workers are killed."""
 _LEAST_CHUNK = 4
 """Batches whose samples are packed together, at least: fewer would waste computation on padding."""
 _SHARD_BYTES = 64e6
@@ -288,19 +292,48 @@ class ProcessWorker:
                 env={**os.environ, **environment},
             )
         self.close = weakref.finalize(self, _end_process, self._process, self._connection)
+        self._longest: float | None = None
+        """The longest time that a batch took, in seconds."""
+        self._silence = 0.0
+        """The seconds after which it was killed because it did not answer."""
+        self.groups = 0
         self._connection.send(job)
-        self.groups = int(self._receive())
+
+    def load(self) -> None:
+        """Wait until the model is loaded."""
+        with self._limited():
+            self.groups = int(self._receive())
 
     def start(self, batch: Batch) -> None:
-        """Send a batch and return at once."""
-        try:
+        """Send a batch."""
+        with self._limited():
             self._connection.send(batch)
-        except OSError as error:
-            raise self._failure() from error
 
     def fetch(self, pending: Any) -> list[list[RowBlock]]:  # noqa: ARG002 - batches come back in their order
         """Wait for the rows of the oldest batch that was sent."""
-        return [[self._block(*each) for each in blocks] for blocks in self._receive()]
+        began = time.monotonic()
+        with self._limited():
+            found = [[self._block(*each) for each in blocks] for blocks in self._receive()]
+        self._longest = max(self._longest or 0.0, time.monotonic() - began)
+        return found
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Kill the worker if the wait in the context takes too long, and raise an error if it ended."""
+        limit = hang_limit(self._longest)
+        timer = threading.Timer(limit, self._give_up, [limit])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise self._failure() from error
+        finally:
+            timer.cancel()
+
+    def _give_up(self, limit: float) -> None:
+        self._silence = limit
+        self._process.kill()
 
     def _block(self, group: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> RowBlock:
         rows = np.empty(shape, dtype)
@@ -309,10 +342,7 @@ class ProcessWorker:
         return RowBlock(group, rows)
 
     def _receive(self) -> Any:
-        try:
-            found = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise self._failure() from error
+        found = self._connection.recv()
         if isinstance(found, SpileError):
             raise found
         return found
@@ -320,17 +350,31 @@ class ProcessWorker:
     def _failure(self) -> Failure:
         with suppress(subprocess.TimeoutExpired):  # it ends when its connection does
             self._process.wait(_END_SECONDS)
+        if self._silence:
+            return _worker_silent(f"process {self._process.pid}", self._silence)
         return _worker_ended(f"exit code {self._process.returncode}")
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.terminate()
-    process.wait()
+    try:
+        process.wait(_CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
     connection.close()
 
 
+_CONTINUE = "continue from the last state_dict()"
+
+
 def _worker_ended(how: str) -> Failure:
-    return Failure("a worker of the stream ended", found=how, fix="continue from the last state_dict()")
+    return Failure("a worker of the stream ended", found=how, fix=_CONTINUE)
+
+
+def _worker_silent(name: str, seconds: float) -> Failure:
+    problem = f"a worker of the stream ({name}) does not answer"
+    return Failure(problem, found=f"nothing for {duration(seconds)}", fix=f"look at its machine, then {_CONTINUE}")
 
 
 def serve(connection: Connection) -> None:
@@ -361,16 +405,30 @@ class RayWorker:
             raise UserError("workers", expected="a connection to Ray", found="none", fix="call ray.init() first")
         options = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
         self._actor = ray.remote(**options)(BatchComputer).remote(*job)
-        self.groups = int(ray.get(self._actor.groups.remote()))
+        self._longest: float | None = None
+        self.groups = 0
+
+    def load(self) -> None:
+        self.groups = int(self._get(self._actor.groups.remote()))
 
     def start(self, batch: Batch) -> Any:
         return self._actor.compute.remote(batch)
 
     def fetch(self, pending: Any) -> list[list[RowBlock]]:
+        began = time.monotonic()
+        found = list(self._get(pending))
+        self._longest = max(self._longest or 0.0, time.monotonic() - began)
+        return found
+
+    def _get(self, pending: Any) -> Any:
+        limit = hang_limit(self._longest)
         try:
-            return list(self._ray.get(pending))
+            return self._ray.get(pending, timeout=limit)
         except self._ray.exceptions.RayActorError as error:
             raise _worker_ended(str(error).splitlines()[0]) from error
+        except self._ray.exceptions.GetTimeoutError as error:
+            self.close()
+            raise _worker_silent(str(self._actor), limit) from error
 
     def close(self) -> None:
         self._ray.kill(self._actor)
@@ -395,8 +453,12 @@ class WorkerProducer(Producer):
             make = [partial(ProcessWorker, job, variables) for variables in each]
         if not make:
             raise SpecError("workers", expected="at least one", found=workers)
-        with ThreadPoolExecutor(len(make)) as pool:  # models load at the same time
-            self._workers = list(pool.map(lambda call: call(), make))
+        self._workers = [call() for call in make]
+
+    def load(self) -> None:
+        """Wait until all models are loaded, which they do at the same time."""
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            list(pool.map(lambda worker: worker.load(), self._workers))
         ends = list(accumulate(worker.groups for worker in self._workers))
         self._first = [0, *ends]
         self.groups, self.owned = ends[-1], range(ends[-1])
@@ -423,8 +485,8 @@ class WorkerProducer(Producer):
         return f"{len(self._workers)} workers"
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            list(pool.map(lambda worker: worker.close(), self._workers))
 
 
 # -- the stream -------------------------------------------------------------------------------------------------------
@@ -537,13 +599,19 @@ class ActivationStream(ShuffledReaders):
                 if self._current is not None and self._current[0] is feed:
                     self._end_pass(ReaderClosed())
 
-    def _end_pass(self, why: BaseException) -> None:
-        """End the pass that is running, if any: its reader gets this error if it is used again."""
+    def _end_pass(self, why: BaseException, kill: Callable[[], None] | None = None) -> None:
+        """End the pass that is running, if any: its reader gets this error if it is used again.
+
+        ``kill`` ends the workers of a pass that does not end by itself.
+        """
         if self._current is not None:
             feed, stop, thread = self._current
             stop.set()
             feed.fail(why)
-            thread.join()
+            thread.join(None if kill is None else _CLOSE_SECONDS)
+            if kill is not None and thread.is_alive():
+                kill()
+                thread.join()
             self._current = None
 
     def _join(self) -> StreamWriter:
@@ -589,7 +657,14 @@ class ActivationStream(ShuffledReaders):
             return make_producer(self.run, self._progress, reader)
         spec = replace(self.run.spec, data=replace(self.run.spec.data, rows=None))
         job = spec, self.run.taps, self.run.bytes_per_token, self.run.sizes.batch_tokens
-        return WorkerProducer(job, self._workers)
+        made = self._producer = WorkerProducer(job, self._workers)  # before it loads, so that close() ends it
+        try:
+            made.load()
+        except BaseException:
+            made.close()
+            self._producer = None
+            raise
+        return made
 
     def _sizes(self, feed: Feed, reader: SampleReader, groups: int) -> Sizes:
         sizes = sizes_for_stream(self.run.sizes, self.run.spec, reader, groups)
@@ -601,10 +676,14 @@ class ActivationStream(ShuffledReaders):
     def close(self) -> None:
         """End the reader, and release the model."""
         with self._lock:
-            self._end_pass(UserError("the stream was closed"))
-        if self._producer is not None:
-            self._producer.close()
-            self._producer = None
+            kill = None if self._workers is None else self._close_producer
+            self._end_pass(UserError("the stream was closed"), kill)
+        self._close_producer()
+
+    def _close_producer(self) -> None:
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            producer.close()
 
 
 if __name__ == "__main__":

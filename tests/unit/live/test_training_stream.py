@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from importlib.util import find_spec
 from itertools import islice
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import spile
+from fleet.ssh.loopback import wait_until
 from spile.errors import SpecError, UserError
 from spile.live import training_rows as streaming
 from spile.live.training_rows import ActivationStream, Feed
@@ -101,6 +103,41 @@ def test_worker_processes_give_the_same_batches_and_their_end_is_an_error(stream
     assert same(next(rest), wanted[1])
     with pytest.raises(SpecError, match="workers"):
         list(spile.stream("embedded", TEXTS, TAPS, workers="slurm:2").shuffled(TAPS[0], **HOW))
+
+
+@pytest.mark.parametrize("when", ["while it loads", "while it computes"])
+def test_closing_ends_a_worker_that_does_not_answer(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "_CLOSE_SECONDS", 0.2)
+    stream = spile.stream("embedded", TEXTS, TAPS, workers=1)
+    reader = stream.shuffled(TAPS[0], epochs=None, **HOW)
+    if when == "while it computes":
+        next(reader)
+
+    def take() -> None:
+        with pytest.raises(UserError):
+            list(reader)
+
+    taken = threading.Thread(target=take, daemon=True)
+    taken.start()
+    assert wait_until(lambda: stream._producer is not None)
+    process = stream._producer._workers[0]._process  # type: ignore[union-attr]
+    process.send_signal(signal.SIGSTOP)
+    stream.close()
+    assert process.returncode == -signal.SIGKILL
+    taken.join(30)
+    assert not taken.is_alive()
+
+
+def test_a_silent_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = spile.stream("embedded", TEXTS, TAPS, workers=1)
+    reader = stream.shuffled(TAPS[0], epochs=None, **HOW)
+    next(reader)
+    process = stream._producer._workers[0]._process  # type: ignore[union-attr]
+    monkeypatch.setattr(streaming, "hang_limit", lambda _: 0.5)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(spile.errors.Failure, match=rf"process {process.pid}\) does not answer: .*state_dict"):
+        list(islice(reader, 10_000))
+    stream.close()
 
 
 @pytest.mark.slow
