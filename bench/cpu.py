@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.limits import run_transformers
 from bench.shapes import SHAPES, make_model
 from spile.compute.device import DeviceProducer
 from spile.compute.producer import Control
 from spile.compute.progress import Progress
-from spile.planning.bench import run_transformers
 from spile.run.pipeline import Sink, run_pipeline
 from spile.run.resolve import resolve
 from spile.run.worker import make_device_producer

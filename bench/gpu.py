@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.limits import bench
 from bench.shapes import make_model
-from spile.planning.bench import bench
 from spile.spec.run import DataSpec, RunSpec
 
 

@@ -18,13 +18,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.limits import host_copy, removing_shards
 from bench.overlap import A_TOKEN, D_MODEL, TAPS, run_identity
 from spile.compute.batches import Batch, Sizes
 from spile.compute.producer import Control, Producer, RowBlock
 from spile.compute.progress import Progress
 from spile.compute.sizes import in_flight
 from spile.objects import open_folder
-from spile.planning.bench import host_copy, removing_shards
 from spile.run.pipeline import Sink, run_pipeline
 from spile.spec.identity import StreamIdentity
 from spile.spec.sample import Sample

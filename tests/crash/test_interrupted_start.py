@@ -49,7 +49,7 @@ main(words)
 """
 """Interrupted where a module is looked for: as it is, in a callback of the collector that throws exceptions away, by
 an import that makes another error of it (``broken``), by one that swallows it."""
-JAX_USERS = ["infer", "plan", "bench", "pod check"]
+JAX_USERS = ["infer", "plan", "pod check"]
 
 
 def slow(kind: str, *moments: str) -> list[Any]:

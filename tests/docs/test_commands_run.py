@@ -31,7 +31,6 @@ NOT_RUN = {
     r"spile extract (--engine|--num-workers) ": "many processes: tests/crash/test_engine_local.py, test_ray_engine.py",
     r"spile .*(Qwen2.5-7B|mamba)": "a model that is not here: tests/numerics, tests/unit/compute/test_torch_models.py",
     r"spile (infer$|infer .*--predictions|score .*--reference)": "minutes of answers: tests/unit/cli/test_infer.py",
-    r"spile bench ": "a minute of measuring: tests/unit/planning/test_bench.py",
     r"spile import old/tpu_0 ": "pickles of the old scripts: tests/unit/reading",
     r"spile push ": "the Hugging Face hub: tests/unit/reading/test_push.py",
 }

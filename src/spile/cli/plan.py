@@ -1,4 +1,4 @@
-"""``spile plan``, ``spile bench`` and ``spile models``: sizes, times and costs."""
+"""``spile plan`` and ``spile models``: sizes, times and costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from spile.spec.taps import Tap, row_bytes, tap_rows
 from spile.view.table import output, print_facts
 
 if TYPE_CHECKING:
-    from spile.planning.bench import BenchResult
     from spile.planning.forecast import Forecast, ThisMachine
     from spile.planning.tpu_compiler import Fit
 
@@ -260,73 +259,6 @@ def _describe_fit(machine: Machine, fit: Fit) -> str:
         f"{batch}: {size(fit.peak)} of {size(fit.memory)} ({fit.peak / fit.memory:.0%}; weights {size(fit.weights)}), "
         f"{verdict}; compiled for {machine.name} in {fit.seconds:.0f} s"
     )
-
-
-def bench(
-    *,
-    flags: ExtractFlags = ExtractFlags(),
-    tokens: int = 100_000,
-    compare: Annotated[bool, NEGATABLE] = True,
-    as_json: AsJson = False,
-) -> int:
-    """Measure the limits of this machine for a model, and the fraction of the lowest limit that a run reaches.
-
-    Shards are written to a temporary folder in --output or ./.bench and removed afterwards.
-
-    Args:
-        tokens: The number of tokens to process. The dataset is repeated as needed.
-        compare: Also run a plain loop with transformers, if torch is installed.
-        as_json: One JSON object.
-    """
-    from spile.planning.bench import bench as run
-
-    check_number("--tokens", tokens, 1)
-    if not (flags.output or flags.output_dir or flags.gcs_bucket):
-        flags = flags.with_values(output="./.bench")  # Not where the activations of a run are.
-    result = run(flags.spec(), tokens=tokens, compare=compare)
-    if as_json:
-        print_json(result.record())
-    else:
-        _print_bench(result, output())
-    return 0
-
-
-def _print_bench(result: BenchResult, console: Console) -> None:
-    table = Table(
-        "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
-    )
-    rates, limits = result.limit_tokens, result.limits
-    table.add_row("matrix products", f"{amount(limits.matmul_flops / 1e9)} GFLOP/s", "")
-    table.add_row("bare forward", f"{result.forward_of_matmul:.0%} of the products' rate", amount(rates["model"]))
-    if limits.device_to_host is not None:
-        table.add_row("device to host", f"{size(limits.device_to_host)}/s", amount(rates["device to host"]))
-    table.add_row("copy, checksum, write", f"{size(limits.host_copy)}/s", amount(rates["host copy"]))
-    rate = f"{size(limits.sink)}/s ({size(limits.one_file)}/s into one file)"
-    table.add_row("write and sync", rate, amount(rates["sink"]))
-    console.print(table)
-    for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
-        end = run.seconds - run.first_batch - run.wall.run
-        console.print(
-            f"the command, {name}: {duration(run.seconds)} for {amount(run.tokens)} tokens, "
-            f"{amount(run.tokens_per_second)} tokens/s of it all; first batch after {duration(run.first_batch)}, "
-            f"run {duration(run.wall.run)}, end {duration(end)}; {counted(run.programs, 'program')}",
-            soft_wrap=True,
-        )
-    console.print(
-        "steady state, with programs compiled and samples tokenized beforehand: "
-        f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
-        f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
-        f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
-        f"host memory {size(result.peak_memory)} at most",
-        soft_wrap=True,
-    )
-    naive = result.naive_tokens_per_second
-    if naive is not None:
-        console.print(
-            f"transformers, padded batches, every hidden state to the host and saved: {amount(naive)} tokens/s; "
-            f"spile is {result.tokens_per_second / naive:.1f}× that",
-            soft_wrap=True,
-        )
 
 
 _MACHINE = "v5e-8"

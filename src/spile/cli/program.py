@@ -68,7 +68,6 @@ SECTIONS: dict[str, tuple[Command, ...]] = {
         Command("export", _EXPORT, "export:export"),
         Command("push", "Upload a dataset to the Hugging Face hub, with a dataset card.", "export:push"),
         Command("import", "Import the pickles of the old guides as a dataset.", "export:import_"),
-        Command("bench", "Measure how fast a model runs here, compared with the limits of this machine.", "plan:bench"),
     ),
     "What it is made from": (
         Command("data", "Make datasets: convert, split into streams, upload."),

@@ -101,7 +101,7 @@ class Rates:
     start_seconds: float = 0.0
     """Seconds before the first batch: boot, installation, loading, compilation."""
     tokens_per_second: float | None = None
-    """Measured rate of the whole machine (``spile bench``); replaces peak and efficiency."""
+    """Measured rate of the whole machine (``python -m bench.limits``); replaces peak and efficiency."""
 
     def __post_init__(self) -> None:
         for name in ("efficiency", "sink_bytes", "padding", "tokens_per_second"):

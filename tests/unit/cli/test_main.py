@@ -18,7 +18,6 @@ from spile.cli import main as program
 from spile.cli.flags import ExtractFlags
 from spile.cli.program import COMMANDS, SECTIONS
 from spile.errors import SpecError, UserError
-from spile.spec.run import RunSpec
 from spile.version import __version__
 
 
@@ -102,7 +101,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[ExtractFlags]:
         (["plan", "--tokens-per-second", "0"], "spile: --tokens-per-second: expected more than 0, found 0"),
         (["plan", "--tokens-per-second", "nan"], "spile: --tokens-per-second: expected more than 0, found nan"),
         (["plan", "--efficiency", "-1"], "spile: --efficiency: expected more than 0, found -1"),
-        (["bench", "--tokens", "0"], "spile: --tokens: expected 1 or more, found 0"),
         (["plan", "--count", "0"], "spile: --count: expected 1 or more, found 0"),
         (["plan", "--budget", "-1"], "spile: --budget: expected 0 or more, found -1"),
         (
@@ -325,28 +323,6 @@ def test_a_fault_of_our_own_is_one_line_too(
     assert err.endswith("; the same command with --debug shows more\n")
     with pytest.raises(ZeroDivisionError):
         program.main(["extract", "--debug"])
-
-
-@pytest.mark.parametrize(
-    ("words", "place"),
-    [
-        ((), "./.bench"),
-        (("--layers", "0"), "./.bench"),
-        (("--output", "out"), "out"),
-        (("--output-dir", "out"), "out"),
-        (("--model", "m", "--gcs-bucket", "b"), "gs://b/activations"),
-    ],
-)
-def test_bench_stays_away_from_the_activations_of_a_run(
-    words: tuple[str, ...], place: str, spile: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from spile.planning import bench
-
-    def run(spec: RunSpec, **_: object) -> None:
-        raise SpecError(spec.output)
-
-    monkeypatch.setattr(bench, "bench", run)
-    assert spile("bench", *words)[2] == f"spile: {place}\n"
 
 
 @pytest.mark.parametrize(

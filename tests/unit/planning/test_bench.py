@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from bench.limits import BenchResult, bench
 
-from spile.planning.bench import BenchResult, bench
 from spile.spec.run import DataSpec, RunSpec
 
 

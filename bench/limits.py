@@ -1,14 +1,19 @@
-"""``spile bench``: measure a run, the limits of this machine, and a plain loop around transformers.
+"""Measure a run, the limits of this machine, and a plain loop around transformers.
+
+    python -m bench.limits --model Qwen/Qwen2.5-0.5B --dataset tasks.jsonl --output /dev/shm/bench --tokens 1000000
 
 A limit is what the hardware gives to a loop that does nothing else: matrix products, the bare forward pass, the copy
-from the device, checksum and write, and the disk. A run is compared with the slowest of them.
+from the device, checksum and write, and the disk. A run is compared with the slowest of them. Shards are written to a
+temporary folder in --output and removed afterwards.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import itertools
+import json
 import os
 import tempfile
 import threading
@@ -25,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
 
 from spile.compute.batches import Batch, batches
 from spile.compute.device import DeviceProducer
@@ -41,8 +48,9 @@ from spile.reading.dataset import stored_tokens
 from spile.run.pipeline import Sink, run_pipeline
 from spile.run.resolve import prompt_tokenizer, resolve
 from spile.run.worker import make_device_producer, run_stream
+from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.ranges import Ranges
-from spile.spec.run import RunSpec
+from spile.spec.run import DataSpec, RunSpec
 from spile.spec.sample import Sample
 from spile.store.run import join_run
 from spile.store.writer import join_stream
@@ -480,3 +488,69 @@ def _run_padded(model: Any, batch: Sequence[npt.NDArray[np.int32]], device: str,
     result = model(input_ids=ids.to(device), attention_mask=mask.to(device), output_hidden_states=True, use_cache=False)
     torch.save([state.cpu() for state in result.hidden_states[1:]], output / "hidden_states.pt")
     return int(ids.numel())
+
+
+def show(result: BenchResult, console: Console) -> None:
+    """Print the limits, and what fraction of the lowest one the run reached."""
+    table = Table(
+        "limit", "rate", "tokens/s of this run", title=f"{result.model} on {result.device}", title_style="bold"
+    )
+    rates, limits = result.limit_tokens, result.limits
+    table.add_row("matrix products", f"{amount(limits.matmul_flops / 1e9)} GFLOP/s", "")
+    table.add_row("bare forward", f"{result.forward_of_matmul:.0%} of the products' rate", amount(rates["model"]))
+    if limits.device_to_host is not None:
+        table.add_row("device to host", f"{size(limits.device_to_host)}/s", amount(rates["device to host"]))
+    table.add_row("copy, checksum, write", f"{size(limits.host_copy)}/s", amount(rates["host copy"]))
+    rate = f"{size(limits.sink)}/s ({size(limits.one_file)}/s into one file)"
+    table.add_row("write and sync", rate, amount(rates["sink"]))
+    console.print(table)
+    for name, run in (("cold, no program cached", result.cold), ("again, programs cached", result.warm)):
+        end = run.seconds - run.first_batch - run.wall.run
+        console.print(
+            f"the command, {name}: {duration(run.seconds)} for {amount(run.tokens)} tokens, "
+            f"{amount(run.tokens_per_second)} tokens/s of it all; first batch after {duration(run.first_batch)}, "
+            f"run {duration(run.wall.run)}, end {duration(end)}; {counted(run.programs, 'program')}",
+            soft_wrap=True,
+        )
+    console.print(
+        "steady state, with programs compiled and samples tokenized beforehand: "
+        f"reached {amount(result.tokens_per_second)} tokens/s over {duration(result.seconds)}: "
+        f"{result.fraction:.0%} of the slowest limit ({result.slowest}), {result.of_forward:.0%} of the bare forward; "
+        f"{result.padding:.1%} padding; {result.shapes} programs compiled in {duration(result.compile_seconds)}; "
+        f"host memory {size(result.peak_memory)} at most",
+        soft_wrap=True,
+    )
+    naive = result.naive_tokens_per_second
+    if naive is not None:
+        console.print(
+            f"transformers, padded batches, every hidden state to the host and saved: {amount(naive)} tokens/s; "
+            f"spile is {result.tokens_per_second / naive:.1f}× that",
+            soft_wrap=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--dataset", default="embedded")
+    parser.add_argument("--output", default="./.bench")
+    parser.add_argument("--layers", type=int, nargs="*", help="default: all")
+    parser.add_argument("--store-dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--no-compare", action="store_true", help="do not run the loop with transformers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    layers = None if args.layers is None else tuple(args.layers)
+    spec = RunSpec(
+        model=args.model, data=DataSpec(dataset=args.dataset), output=args.output, layers=layers,
+        store_dtype=args.store_dtype,
+    )  # fmt: skip
+    result = bench(spec, tokens=args.tokens, compare=not args.no_compare)
+    if args.json:
+        print(json.dumps(result.record()))
+    else:
+        show(result, Console())
+
+
+if __name__ == "__main__":
+    main()
