@@ -8,7 +8,7 @@ JOBS   ?= 3
 IMAGE  ?= cpu
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo fleet-demo test test-all real check bench fuzz soak peers-install peers judges-install judges docs docs-serve fresh-check image-check release-check base-image requirements clean
+.PHONY: help demo fleet-demo test test-all real check tpu-install tpu-check bench fuzz soak peers-install peers judges-install judges docs docs-serve fresh-check image-check release-check base-image requirements clean
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -91,6 +91,22 @@ judges-install: .venv-judges/.ready
 judges: judges-install  ## compare our taps with interp-engine, TransformerLens and nnsight, in an environment of their own
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 .venv-judges/bin/python -m pytest -p no:cacheprovider -n 2 --dist loadgroup tests/judges
 
+# On top of .venv, so that jax is not installed twice. libtpu is pinned by hash, as on the machines of a fleet.
+.venv-tpu/.ready: $(VENV)/.ready src/spile/fleet/requirements.txt
+	$(PYTHON) -m venv .venv-tpu
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)/src", sep="\n")' \
+	  > "$$(.venv-tpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	sed -n '/^libtpu==/,/[^\\]$$/p' src/spile/fleet/requirements.txt > .venv-tpu/libtpu.txt
+	.venv-tpu/bin/pip install --disable-pip-version-check --quiet --no-deps --require-hashes -r .venv-tpu/libtpu.txt
+	@touch $@
+
+tpu-install: .venv-tpu/.ready
+
+# TPU_CHECK=--quick compiles one program for each generation.
+TPU_CHECK ?= --write
+tpu-check: tpu-install  ## compile every program for every generation of TPU with Google's compiler; needs no TPU
+	.venv-tpu/bin/python -m bench.tpu_matrix $(TPU_CHECK)
+
 docs: $(VENV)/.ready  ## build the documentation site in build/site; every link must resolve
 	$(BIN)/python scripts/make_cli_reference.py
 	$(BIN)/python scripts/make_api_reference.py
@@ -127,4 +143,4 @@ requirements: $(VENV)/.ready  ## pin every dependency again, with hashes
 	else echo "uv is not installed: the requirements of fleet machines are unchanged"; fi
 
 clean:           ## remove everything that the targets made
-	rm -rf $(VENV) .venv-peers .venv-judges activations .bench build dist
+	rm -rf $(VENV) .venv-peers .venv-tpu .venv-judges activations .bench build dist

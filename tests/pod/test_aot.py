@@ -8,7 +8,7 @@ import pytest
 
 from spile.errors import SpecError
 from spile.models.architecture import ModelConfig
-from spile.planning.tpu_compiler import Fit, Program, _bisect, available, largest, search
+from spile.planning.tpu_compiler import Fit, Program, _bisect, _last_words, available, largest, search
 from spile.spec.taps import Tap
 
 QWEN_05 = ModelConfig("qwen2", 896, 24, 14, 2, 64, 4864, 151936, qkv_bias=True, tied=True)
@@ -43,6 +43,22 @@ def test_nothing_fits() -> None:
     assert fits[-1].rows == 1
 
 
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (
+            "Traceback:\nmosaic.MosaicError: INTERNAL: E2001\nSee https://openxla.org\n\nPlease report a bug at: https://x",
+            "mosaic.MosaicError: INTERNAL: E2001",
+        ),
+        ("E1119 a\nF1119 20:11:18.5 Check failed: topology\n*** Check failure stack trace: ***\n@ 0x1", "F1119 20:11"),
+        ("one\ntwo\n", "two"),
+        ("", "no message"),
+    ],
+)
+def test_the_cause_is_found_in_the_compilers_log(log: str, line: str) -> None:
+    assert _last_words(log).startswith(line)
+
+
 @pytest.mark.skipif(available(), reason="the compiler is here")
 def test_without_the_compiler() -> None:
     with pytest.raises(SpecError, match=r"expected libtpu, found none\. Run: pip install 'spile\[tpu\]'"):
@@ -50,6 +66,8 @@ def test_without_the_compiler() -> None:
 
 
 CASES = [
+    (QWEN_05, "v3-8", None, 4),
+    (QWEN_05, "tpu7x:2x2x1", None, 8),
     (QWEN_05, "v5e:2x2", None, 8),
     (QWEN_05, "v5e:8x8", None, 8),
     (QWEN_05, "v5e:16x16", (16, 16), 8),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pickle
 import re
@@ -17,14 +18,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spile.errors import Failure, SpecError, SpileError
 from spile.models.architecture import ModelConfig
 from spile.planning.machines import Machine, parse_machine
+from spile.spec.positions import ALL
 from spile.spec.taps import Tap
 
-_ENVIRONMENT = {
+if TYPE_CHECKING:
+    from spile.compute.device import DeviceProducer
+
+ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # for arrays on the host; the compiler is selected by name
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
@@ -48,6 +53,7 @@ class Program:
     dtype: str = "bfloat16"
     store_dtype: str = "bfloat16"
     mesh_shape: tuple[int, int] | None = None
+    positions: str = ALL
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ def _compile(program: Program, rows: int) -> Fit:
         [sys.executable, "-m", "spile.planning.tpu_compiler"],
         input=pickle.dumps((program, rows)),
         capture_output=True,
-        env={**environment, **_ENVIRONMENT},
+        env={**environment, **ENVIRONMENT},
         check=False,
     )
     if done.returncode:
@@ -150,35 +156,49 @@ def _last_words(log: str) -> str:
 # -- in the compiler's process ----------------------------------------------------------------------------------------
 
 
-def compile_rows(program: Program, rows: int) -> Fit:
-    """Compile the worker's own program for this many rows per device."""
+def make_producer(program: Program) -> DeviceProducer:
+    """Return the worker's own producer on the devices of a machine that is not here: it can only compile."""
     import jax.numpy as jnp
 
-    from spile.compute.batches import AHEAD
     from spile.compute.device import DeviceProducer
     from spile.compute.mesh import MeshPlan, default_shape, make_mesh
-    from spile.compute.producer import OutOfDeviceMemory
     from spile.models.decoder import head_needed, layers_needed
     from spile.models.params import choose_runs, param_shapes
 
     machine, config = parse_machine(program.machine), program.config
     devices = topology_devices(machine)
-    memory = machine.hbm_bytes * machine.chips // len(devices)
     layers, head = layers_needed(program.taps, config.n_layers), head_needed(program.taps)
     itemsize = jnp.dtype(program.dtype).itemsize
-    shape = program.mesh_shape or default_shape(config, len(devices), itemsize, memory, layers, head=head)
+    shape = program.mesh_shape or default_shape(
+        config, len(devices), itemsize, machine.hbm_per_device, layers, head=head
+    )
     mesh, plan = make_mesh(shape, devices), MeshPlan(config, *shape)
     runs = choose_runs(config, program.taps, layers, itemsize)
-    producer = DeviceProducer(
+    return DeviceProducer(
         param_shapes(config, program.dtype, runs, plan.place(mesh), head=head),
         config,
         program.taps,
         store_dtype=program.store_dtype,
         mesh=mesh,
         dtype=program.dtype,
+        positions=program.positions,
         runs=runs,
     )
-    no_fit = Fit(rows, program.length, shape, memory, False, plan.weight_bytes(itemsize, layers, head=head))
+
+
+def compile_rows(program: Program, rows: int) -> Fit:
+    """Compile the worker's own program for this many rows per device."""
+    import jax
+
+    from spile.compute.batches import AHEAD
+    from spile.compute.producer import OutOfDeviceMemory
+
+    producer, memory = make_producer(program), parse_machine(program.machine).hbm_per_device
+    parts = (
+        (math.prod(leaf.sharding.shard_shape(leaf.shape)), leaf.dtype) for leaf in jax.tree.leaves(producer.params)
+    )
+    weights = sum(size * dtype.itemsize for size, dtype in parts)
+    no_fit = Fit(rows, program.length, producer.mesh.devices.shape, memory, False, weights)
     began = time.perf_counter()
     try:
         compiled = producer.compile((rows, program.length, rows * program.length))
