@@ -49,7 +49,7 @@ def test_the_guide_shows_what_is_printed() -> None:
 
 def test_every_failure_of_the_guide_is_one_of_the_programs() -> None:
     """Each line of the guide's table begins as some line in the code does."""
-    code = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "src/spile/worker/pod").glob("*.py"))
+    code = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "src/spile/run/pod").glob("*.py"))
     words = (
         "workers did not come to the roll call within",
         "the workers do not agree on how many they are: expected",
