@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import socket
-import urllib.error
 import urllib.request
+from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
+from ports import free_port
 from spile.errors import SpecError
-from spile.view.metrics import metrics_text, serve_metrics
+from spile.objects import open_folder
+from spile.store.snapshot import SnapshotReader
+from spile.view.metrics import serve_metrics
+from world import produce
 
-STATUS = {
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+STATUS: dict[str, Any] = {
+    "fleet": "night",
+    "root": "gs://bucket/out",
     "totals": {"samples": 12, "tokens_per_second": 1500.5},
     "healthy": 1,
     "dollars": 0.25,
@@ -28,46 +38,60 @@ STATUS = {
             "stockouts": 0,
         }
     ],
-    "streams": [{"name": "tpu_0", "samples": 5, "committed": 1}],
 }
-LINE = re.compile(r'spile_[a-z_]+(\{[a-z]+="([^"\\\n]|\\.)*"\})? -?[0-9.e+-]+')
 
 
-def test_the_text_is_openmetrics() -> None:
-    lines = metrics_text(STATUS).splitlines()
-    assert lines[-1] == "# EOF"
-    assert 'spile_worker_preemptions{worker="a\\"b"} 2' in lines
-    assert 'spile_stream_samples{stream="tpu_0"} 5' in lines
-    assert "spile_tokens_per_second 1500.5" in lines
-    assert not any("percent" in line for line in lines), "what is not known is left out"
-    typed = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    values = [line for line in lines[:-1] if not line.startswith("#")]
-    assert all(LINE.fullmatch(line) and re.split(r"[{ ]", line)[0] in typed for line in values), values
+def read(status: dict[str, Any]) -> dict[str, Metric]:
+    """Serve a status and parse the reply as Prometheus does."""
+    with serve_metrics(port := free_port()) as update:
+        update(status)
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": OPENMETRICS})
+        with urllib.request.urlopen(request) as reply:
+            assert reply.headers["Content-Type"].startswith(OPENMETRICS)
+            return {each.name: each for each in text_string_to_metric_families(reply.read().decode())}
 
 
-def test_the_server_gives_the_last_status() -> None:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    with serve_metrics(port) as update:
-        update(STATUS)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
-            assert reply.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
-            assert reply.read().decode() == metrics_text(STATUS)
-        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/other")
-        refused.value.close()
-        with pytest.raises(SpecError, match="--metrics-port: expected a free port"), serve_metrics(port):
-            pass
+def test_prometheus_reads_the_figures_of_a_fleet() -> None:
+    found = read(STATUS)
+    own = {"fleet": "night", "output": "gs://bucket/out"}
+    assert found["spile_tokens_per_second"].samples == [Sample("spile_tokens_per_second", own, 1500.5)]
+    labels = {**own, "worker": 'a"b'}
+    assert found["spile_worker_preemptions"].samples == [Sample("spile_worker_preemptions_total", labels, 2)]
+    assert found["spile_worker_healthy"].samples == [Sample("spile_worker_healthy", labels, 1)]
+    assert "spile_percent" not in found, "what is not known is left out"
+
+
+def test_prometheus_reads_the_figures_of_a_dataset(tmp_path: Path) -> None:
+    folder = open_folder(str(tmp_path))
+    produce(folder, 20)
+    status = SnapshotReader(folder).take().to_json()
+    found = read(status)
+    own = {"fleet": "", "output": status["root"]}
+    (stream,) = status["streams"]
+    labels = {**own, "stream": stream["name"]}
+    assert found["spile_tokens"].samples == [Sample("spile_tokens_total", own, status["totals"]["tokens"])]
+    assert found["spile_stream_expected"].samples == [Sample("spile_stream_expected", labels, stream["expected"])]
+    assert found["spile_taken"].samples[0].value == status["taken"]
+
+
+@pytest.mark.parametrize("count", [10**15 + 1, 2**53 - 1, 1234567])
+def test_counters_are_exact(count: int) -> None:
+    found = read({**STATUS, "totals": {"tokens": count, "samples": count}})
+    assert found["spile_tokens"].type == "counter"
+    assert found["spile_samples"].type == "gauge", "samples that are not committed can be lost"
+    assert [found[name].samples[0].value for name in ("spile_tokens", "spile_samples")] == [count, count]
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with serve_metrics(port := free_port()), pytest.raises(SpecError) as refused, serve_metrics(port):
+        pass
+    assert "--metrics-port" in str(refused.value)
 
 
 @pytest.mark.parametrize(("words", "others"), [((), False), (("0.0.0.0",), True)])
 def test_other_machines_read_metrics_only_if_that_is_asked_for(words: tuple[str, ...], others: bool) -> None:
     """Every address of 127.0.0.0/8 is this machine, but only one is the default."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    with serve_metrics(port, *words), socket.socket() as caller:
+    with serve_metrics(port := free_port("0.0.0.0"), *words), socket.socket() as caller:
         assert (caller.connect_ex(("127.0.0.2", port)) == 0) == others
 
 
