@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from spile.planning.machines import known_machines, parse_machine
+from spile.planning.machines import parse_machine
+from tests.fakes.cloud_protos import as_v2
+from tests.fakes.cloud_zones import TYPES, ZONES
 
 
 class ApiError(Exception):
-    """An error of the API: an HTTP status, a status name and a message."""
+    """An error of the API: an HTTP status, a status name, a message and details."""
 
     WORDS: ClassVar[dict[int, str]] = {
         400: "INVALID_ARGUMENT",
@@ -29,30 +32,14 @@ class ApiError(Exception):
         503: "UNAVAILABLE",
     }
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, details: list[dict[str, Any]] | None = None) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
+        self.status, self.message, self.details = status, message, details
 
     def body(self) -> dict[str, Any]:
         word = self.WORDS.get(self.status, "UNKNOWN")
-        return {"error": {"code": self.status, "message": self.message, "status": word}}
-
-
-ZONES: tuple[str, ...] = (
-    "us-central1-a",
-    "us-central1-b",
-    "us-central1-c",
-    "us-central1-f",
-    "us-central2-b",
-    "us-east1-d",
-    "us-east5-a",
-    "us-west4-a",
-    "europe-west4-a",
-    "europe-west4-b",
-    "asia-east1-c",
-)
-TYPES: tuple[str, ...] = tuple(machine.name for machine in known_machines() if machine.tpu_api)
+        details = {"details": self.details} if self.details else {}
+        return {"error": {"code": self.status, "message": self.message, "status": word, **details}}
 
 
 @dataclass
@@ -153,14 +140,19 @@ class Cloud:
         """Refuse an unknown zone or machine type as the real API does."""
         if zone not in ZONES:
             raise ApiError(403, f"Permission denied on 'locations/{zone}' (or it may not exist).")
-        if kind is not None and kind not in TYPES:
+        if kind is not None and kind not in TYPES[zone]:
             raise ApiError(400, f'Accelerator type "{kind}" not found in zone {zone}.')
 
     def _check_quota(self, zone: str) -> None:
         limit = self.quota.get(zone)
         if limit is not None and len(self.nodes(zone)) >= limit:
-            name, region = "TPUPreemptiblePerProjectPerZoneForTPUAPI", zone.rpartition("-")[0]
-            raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in region {region}.")
+            name = "TPUPreemptiblePerProjectPerZoneForTPUAPI"
+            violation = {
+                "subject": "project:1",
+                "description": f"Quota '{name}' exhausted. Limit {limit} in zone {zone}",
+            }
+            details = [{"@type": f"{_GOOGLE}.rpc.QuotaFailure", "violations": [violation]}]
+            raise ApiError(429, f"Quota limit '{name}' has been exceeded. Limit: {limit} in zone {zone}.", details)
 
     def _new_node(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -206,8 +198,10 @@ class Cloud:
                 self._fail(operation, 10, "The node was deleted while it was created.")
             elif zone in self.without_capacity:
                 del self._nodes[zone, name]
-                text = f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU'
-                self._fail(operation, 8, f"{text} Nodes are available (accelerator type {kind}).")
+                text = (
+                    f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes'
+                )
+                self._fail(operation, 8, f"{text} are offered (see https://cloud.google.com/tpu/docs/regions)")
             else:
                 self._boot(raw)
                 self._end(operation, _NODE, **raw)
@@ -263,7 +257,7 @@ class Cloud:
     def queued_one(self, zone: str, name: str) -> dict[str, Any]:
         return _found(self._queued, zone, name, "queuedResources")
 
-    def enqueue(self, zone: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    def enqueue(self, zone: str, name: str, body: dict[str, Any], version: str = "v2") -> dict[str, Any]:
         """Request a queued resource: ACCEPTED, then its nodes when there is capacity, then ACTIVE."""
         if (zone, name) in self._queued:
             raise ApiError(409, f"Resource '{_PROJECT}/locations/{zone}/queuedResources/{name}' already exists")
@@ -272,11 +266,15 @@ class Cloud:
             raise ApiError(400, "At least one node spec must be given.")
         for spec in specs:
             self.check_place(zone, spec.get("node", {}).get("acceleratorType"))
-        raw = {**copy.deepcopy(body), "name": f"{_PROJECT}/locations/{zone}/queuedResources/{name}"}
+        reservation = body.get("reservationName", f"{_PROJECT}/locations/{zone}/reservations/any")
+        if not _RESERVATION.fullmatch(reservation):
+            raise ApiError(400, f"Invalid reservation name: {reservation}")
+        raw = {**_alpha(copy.deepcopy(body)), "name": f"{_PROJECT}/locations/{zone}/queuedResources/{name}"}
         raw.update(createTime=self._now(), state={"state": "ACCEPTED"})
         self._queued[zone, name] = raw
         self._later(self.times.queue, lambda: self._provision(zone, name, raw))
-        return self._end(self._begin(zone, "create", raw["name"]), _QUEUED, **raw)
+        answer = queued_answer(raw, version)
+        return self._end(self._begin(zone, "create", raw["name"]), f"cloud.tpu.{version}.QueuedResource", **answer)
 
     def _provision(self, zone: str, name: str, raw: dict[str, Any]) -> None:
         if self._queued.get((zone, name)) is not raw or raw["state"]["state"] == "DELETING":
@@ -333,7 +331,27 @@ class Cloud:
         return operation
 
 
-_NODE, _QUEUED = "cloud.tpu.v2.Node", "cloud.tpu.v2.QueuedResource"
+_NODE = "cloud.tpu.v2.Node"
+_RESERVATION = re.compile(r"projects/[^/]+/locations/[^/]+/reservations/[^/]+")
+
+
+def _alpha(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a queued resource in v2alpha1, which has every field; v2 has another name for several nodes."""
+    for spec in raw["tpu"]["nodeSpec"]:
+        if "multisliceParams" in spec:
+            spec["multiNodeParams"] = spec.pop("multisliceParams")
+    return raw
+
+
+def queued_answer(raw: dict[str, Any], version: str) -> dict[str, Any]:
+    """Return a queued resource as this version of the API shows it: v2 has neither best effort nor reserved."""
+    if version != "v2":
+        return copy.deepcopy(raw)
+    specs = [
+        {("multisliceParams" if key == "multiNodeParams" else key): value for key, value in spec.items()}
+        for spec in raw["tpu"]["nodeSpec"]
+    ]
+    return as_v2({**raw, "tpu": {"nodeSpec": specs}})
 
 
 def _found(items: dict[tuple[str, str], dict[str, Any]], zone: str, name: str, kind: str) -> dict[str, Any]:
@@ -347,7 +365,7 @@ def _node_names(name: str, raw: dict[str, Any]) -> list[tuple[dict[str, Any], st
     """Return the specification and the name of each node of a queued resource."""
     found: list[tuple[dict[str, Any], str]] = []
     for spec in raw["tpu"]["nodeSpec"]:
-        many = spec.get("multisliceParams") or spec.get("multiNodeParams")
+        many = spec.get("multiNodeParams")
         if many:
             prefix = many.get("nodeIdPrefix") or name
             found.extend((spec, f"{prefix}-{number}") for number in range(int(many["nodeCount"])))

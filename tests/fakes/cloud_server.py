@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote
 
-from tests.fakes.cloud import TYPES, ZONES, ApiError, Cloud, CloudTimes
+from tests.fakes.cloud import ApiError, Cloud, CloudTimes, queued_answer
+from tests.fakes.cloud_protos import Refused, check_answer, check_request, known_fields
 from tests.fakes.cloud_vms import Vms
+from tests.fakes.cloud_zones import TYPES, ZONES
 from tests.fakes.server import FakeReply, FaultyServer, Request
 
 _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e")
@@ -45,6 +47,8 @@ class ApiFault:
     status: int = 0
     """The HTTP status; 0 if the reply is lost after the request was carried out."""
     message: str = "injected"
+    details: list[dict[str, Any]] | None = None
+    """The details of the error, as Google sends them."""
 
     def applies_to(self, method: str, path: str) -> bool:
         """Return whether the fault applies. A machine's metadata server fails only if its path is named."""
@@ -57,6 +61,9 @@ class Api:
     """The API over one cloud."""
 
     cloud: Cloud
+    check_answers: bool = True
+    """Whether Google's classes judge the answers too. Simulations of large fleets skip it, because it takes most of
+    their time."""
     faults: list[ApiFault] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -75,7 +82,7 @@ class Api:
         if fault is not None:
             fault.count -= 1
             if fault.status:
-                raise ApiError(fault.status, fault.message)
+                raise ApiError(fault.status, fault.message, fault.details)
         yield
         if fault is not None:
             raise Lost
@@ -93,6 +100,22 @@ class Api:
         if found is None:
             raise missing
         version, zone, kind, name, verb = found.groups("")
+        try:
+            check_request(version, method, kind if not verb else "", bool(name), params, body)
+        except Refused as error:
+            raise ApiError(400, str(error)) from error
+        answer = self._answer(method, (version, zone, kind, name, verb), params, body)
+        if answer is None:
+            raise missing
+        if self.check_answers and not verb:
+            check_answer(version, method, kind, bool(name) if kind else bool(zone), answer)
+        return answer
+
+    def _answer(
+        self, method: str, place: tuple[str, ...], params: Mapping[str, str], body: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the answer to a request of the Cloud TPU API; None if there is no such address."""
+        cloud, (version, zone, kind, name, verb) = self.cloud, place
         if zone not in ("", "-"):
             cloud.check_place(zone)
         match method, kind, name:
@@ -113,25 +136,24 @@ class Api:
             case "PATCH", "nodes", _:
                 return cloud.change(zone, name, body, params.get("updateMask", ""))
             case "GET", "queuedResources", "":
-                return _page("queuedResources", cloud.queued(zone), params)
+                queued = [queued_answer(raw, version) for raw in cloud.queued(zone)]
+                return _page("queuedResources", queued, params)
             case "POST", "queuedResources", "":
-                if "bestEffort" in body and version == "v2":
-                    raise ApiError(400, 'Invalid JSON payload received. Unknown name "bestEffort".')
-                return cloud.enqueue(zone, params.get("queuedResourceId", ""), body)
+                return cloud.enqueue(zone, params.get("queuedResourceId", ""), known_fields(version, body), version)
             case "GET", "queuedResources", _:
-                return cloud.queued_one(zone, name)
+                return queued_answer(cloud.queued_one(zone, name), version)
             case "DELETE", "queuedResources", _:
                 return cloud.dequeue(zone, name, force=params.get("force", "").lower() == "true")
             case "GET", "operations", _:
                 return cloud.operation(zone, name)
             case "GET", "acceleratorTypes" | "runtimeVersions", _:
                 return _fixed(zone, kind, name)
-        raise missing
+        return None
 
 
 def _fixed(zone: str, kind: str, name: str) -> dict[str, Any]:
     """Return the machine types or software versions of a zone, or one of them."""
-    key, values = ("type", TYPES) if kind == "acceleratorTypes" else ("version", _RUNTIMES)
+    key, values = ("type", TYPES[zone]) if kind == "acceleratorTypes" else ("version", _RUNTIMES)
     shown = [{"name": f"{_location(zone)['name']}/{kind}/{value}", key: value} for value in values]
     if not name:
         return {kind: shown}

@@ -151,17 +151,18 @@ def test_gcloud_creates_lists_describes_and_deletes(fake: FakeCloud, tmp_path: P
 @needs_gcloud
 @pytest.mark.slow
 def test_gcloud_queues(fake: FakeCloud, tmp_path: Path) -> None:
-    kind = ("--accelerator-type=v4-8", "--runtime-version=tpu-ubuntu2204-base", f"--zone={ZONE}")
+    zone = "--zone=us-central2-b"
+    kind = ("--accelerator-type=v4-8", "--runtime-version=tpu-ubuntu2204-base", zone)
     many = ("--node-count=2", "--node-prefix=s")
     assert gcloud(fake, tmp_path, *QUEUED, "create", "q", *kind, *many, "--reserved").returncode == 0
     assert (
         gcloud(fake, tmp_path, "alpha", *QUEUED, "create", "b", *kind, "--node-id=x", "--best-effort").returncode == 0
     )
-    listed = gcloud_json(fake, tmp_path, *QUEUED, "list", f"--zone={ZONE}")
+    listed = gcloud_json(fake, tmp_path, *QUEUED, "list", zone)
     assert isinstance(listed, list)
     assert sorted(each["name"].rpartition("/")[2] for each in listed) == ["b", "q"]
-    assert gcloud(fake, tmp_path, *QUEUED, "delete", "q", f"--zone={ZONE}", "--force").returncode == 0
-    described = gcloud(fake, tmp_path, *QUEUED, "describe", "q", f"--zone={ZONE}")
+    assert gcloud(fake, tmp_path, *QUEUED, "delete", "q", zone, "--force").returncode == 0
+    described = gcloud(fake, tmp_path, *QUEUED, "describe", "q", zone)
     assert "NOT_FOUND" in described.stderr
 
 
@@ -205,6 +206,43 @@ def test_our_client_queues_in_both_versions(client: CloudTpu) -> None:
     assert {node.queued for node in client.nodes(ZONE)} == {"q", "b"}
     wait_for_operation(client, client.delete_queued(ZONE, "q"))
     assert [node.name for node in client.nodes(ZONE)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        (NodeRequest("v3-8", "r", reserved=True), f"{PARENT}/reservations/-"),
+        (NodeRequest("v3-8", "r", reserved=True, reservation="mine"), f"{PARENT}/reservations/mine"),
+        (
+            NodeRequest("v3-8", "r", reserved=True, reservation=f"{PARENT}/reservations/shared"),
+            f"{PARENT}/reservations/shared",
+        ),
+    ],
+)
+def test_a_reservation_is_named_as_gcloud_names_it(client: CloudTpu, asked: NodeRequest, sent: str) -> None:
+    client.create_queued(ZONE, "q", asked)
+    assert client.queued(ZONE)[0].reservation == sent
+
+
+def test_the_fake_refuses_what_google_refuses(fake: FakeCloud) -> None:
+    """By Google's own classes: the fake that knew only our own client accepted ``guaranteed.reserved`` in v2."""
+    spec = {"nodeSpec": [{"parent": PARENT, "nodeId": "a", "node": {"acceleratorType": "v3-8", "runtimeVersion": "r"}}]}
+
+    def refusal(version: str, place: str, body: dict[str, object]) -> str:
+        reply = requests.post(f"{fake.url}{version}/{PARENT}/{place}", json=body, timeout=60)
+        assert reply.status_code in (200, 400)
+        return str(reply.json().get("error", {}).get("message", ""))
+
+    reserved = {"tpu": spec, "guaranteed": {"reserved": True}}
+    queued = "queuedResources?queuedResourceId="
+    unknown = "Invalid JSON payload received. Unknown name"
+    assert refusal("v2", f"{queued}q", reserved) == (
+        f"{unknown} \"reserved\" at 'queued_resource.guaranteed': Cannot find field."
+    )
+    assert refusal("v2alpha1", f"{queued}q", reserved) == ""
+    assert refusal("v2", f"{queued}r", {"tpu": spec, "bestEffort": {}}).startswith(f'{unknown} "bestEffort"')
+    assert refusal("v2", "nodes?nodeId=n", {"acceleratorType": "v3-8", "spot": True}).startswith(f'{unknown} "spot"')
+    assert refusal("v2", "nodes?nodeName=n", {}).startswith(f'{unknown} "nodeName": Cannot bind query parameter.')
 
 
 def test_pages_are_all_read(client: CloudTpu, fake: FakeCloud) -> None:

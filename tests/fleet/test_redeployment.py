@@ -186,7 +186,7 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
         "--workers-per-zone",
         2,
         "--tpu-type",
-        "v4-8",
+        "v5p-8",
         "--budget",
         9,
     )
@@ -198,7 +198,7 @@ def test_a_second_deploy_with_the_same_streams_remembers_the_first_ones_flags(wo
     assert f"flags of the last deployment: {words}" in text
     second = fleet_of(world)
     assert (second.run, second.workers) == (first.run, first.workers)
-    assert (second.machine.accelerator_type, second.policy.budget) == ("v4-8", 9)
+    assert (second.machine.accelerator_type, second.policy.budget) == ("v5p-8", 9)
     assert second.deployment != first.deployment
 
 
@@ -210,12 +210,12 @@ def test_a_second_deploy_reuses_the_stored_run_spec_and_machines(world: World, p
     assert code == 0, text
     first = fleet_of(world)
     again = ("deploy", "--gcs-bucket", "b", "--skip-launch", "--skip-dataset", "--yes")
-    code, text = prompt(*again, "--layers", "2", "--tpu-type", "v4-8")
+    code, text = prompt(*again, "--layers", "2", "--tpu-type", "v5p-8")
     assert code == 0, text
     assert "--gcs-prefix mine" in text
     second = fleet_of(world)
     assert second.run == {**first.run, "layers": "2"}
-    assert second.machine == replace(first.machine, accelerator_type="v4-8", metadata=second.machine.metadata)
+    assert second.machine == replace(first.machine, accelerator_type="v5p-8", metadata=second.machine.metadata)
     assert (second.workers, second.zones, second.tier) == (first.workers, first.zones, "spot")
     code, text = prompt(*again, "--reserved", "--zones", f"{A},{B}", "--gcs-prefix", "other")
     assert code == 0, text
@@ -329,15 +329,15 @@ def test_a_dry_run_compares_the_fleet_with_the_quota(
 
 def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: World, prompt: Prompt) -> None:
     world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed
-    name = "TPUV6EPreemptiblePerProjectPerZoneForTPUAPI"
+    name = "TPUV5PPreemptiblePerProjectPerZoneForTPUAPI"
     world.cloud.cloud.quota_infos = [quota_info(name, A, "16")]
-    node = {"acceleratorType": "v6e-8", "schedulingConfig": {"preemptible": True}}
+    node = {"acceleratorType": "v5p-8", "schedulingConfig": {"preemptible": True}}
     world.cloud.cloud.create(A, "of-a-colleague", node)
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--dry-run", "--tpu-type", "v6e-8")
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--dry-run", "--tpu-type", "v5p-8")
     code, text = prompt(*words)
     assert (code, f"{A}: quota {name} is 16; the fleet needs 16\n" in text) == (0, True), text
     code, text = prompt(*words, "--workers-per-zone", 2)
-    assert (code, "expected 24, for 2 new machines v6e-8 and 8 in use, found 16" in text) == (1, True), text
+    assert (code, "expected 24, for 2 new machines v5p-8 and 8 in use, found 16" in text) == (1, True), text
     world.cloud.admin("fault", {"path": "quotaInfos", "count": 1, "status": 403, "message": "API is off"})
     code, text = prompt(*words)
     assert (code, "quota: not checked (API is off). To let spile read it: gcloud services enable" in text) == (0, True)

@@ -134,7 +134,7 @@ def test_a_dry_zone_and_a_full_one_do_not_hold_others_up(spile, fake: FakeCloud,
 
 
 def test_recreate_preempted(spile, fake: FakeCloud, client: CloudTpu) -> None:
-    spile("tpu", "create", "--zones", A, "--workers-per-zone", "2", "--tpu-type", "v2-8", "--spot")
+    spile("tpu", "create", "--zones", A, "--workers-per-zone", "2", "--tpu-type", "v5p-8", "--spot")
     before = client.node(A, "tpu-us-central1-a-1")
     fake.admin("preempt", {"zone": A, "name": before.name})
     code, text = spile("tpu", "recreate-preempted", "--zones", A, "--workers-per-zone", "2", "--yes")
@@ -152,7 +152,7 @@ def test_a_queued_resource_is_recreated_whole(
     spile, fake: FakeCloud, client: CloudTpu, lost: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     """One node is gone, and the resource is suspended for ever: all of it is made again, once, as it was."""
-    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", *more)
+    words = ("--zones", A, "--tpu-type", "v5p-8", "--queued", "--node-prefix", "s", "--node-count", "2", *more)
     assert spile("tpu", "create", *words, "--queued-id", "mine")[0] == 0
     wait_for_queued(client, A, "mine")
     for name in lost:
@@ -166,9 +166,9 @@ def test_a_queued_resource_is_recreated_whole(
 
 def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeCloud) -> None:
     fake.admin("stock", {"zone": A, "available": False})
-    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")
+    words = ("--zones", A, "--tpu-type", "v5p-8", "--queued", "--node-prefix", "s", "--node-count", "2", "--async")
     code, text = spile("tpu", "create", *words, "--queued-id", "mine")
-    assert (code, text) == (0, "v4-8, on demand\nmine in us-central1-a: requested: 2 nodes s-0 …\n")
+    assert (code, text) == (0, "v5p-8, on demand\nmine in us-central1-a: requested: 2 nodes s-0 …\n")
     while client.queued(A)[0].state.value != "WAITING_FOR_RESOURCES":
         time.sleep(0.02)
     code, text = spile("tpu", "status", "--zones", A)
@@ -176,7 +176,7 @@ def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeClo
     assert "0 machines of fleet default: none, 1 in the queue" in text
     assert "mine in us-central1-a: WAITING_FOR_RESOURCES: it passed all checks and waits for capacity" in text
     (row,) = json.loads(spile("tpu", "status", "--zones", A, "--json")[1])
-    assert (row["name"], row["state"], row["type"]) == ("mine", "WAITING_FOR_RESOURCES", "v4-8")
+    assert (row["name"], row["state"], row["type"]) == ("mine", "WAITING_FOR_RESOURCES", "v5p-8")
     assert "in the queue" not in spile("tpu", "status", "--zones", A, "--fleet", "other")[1]
     fake.admin("stock", {"zone": A, "available": True})
     while client.queued(A)[0].state.value != "ACTIVE":
@@ -191,7 +191,7 @@ def test_what_stands_in_the_queue_is_seen(spile, client: CloudTpu, fake: FakeClo
 
 
 def test_queued_multislice(spile, client: CloudTpu) -> None:
-    words = ("--zones", A, "--tpu-type", "v4-8", "--queued", "--node-prefix", "s", "--node-count", "2")
+    words = ("--zones", A, "--tpu-type", "v5p-8", "--queued", "--node-prefix", "s", "--node-count", "2")
     code, text = spile("tpu", "create", *words, "--best-effort")
     assert code == 0, text
     assert "s in us-central1-a: ACTIVE" in text
@@ -202,7 +202,7 @@ def test_queued_multislice(spile, client: CloudTpu) -> None:
 
 def test_deleting_an_adopted_machine_takes_no_others_with_it(spile, client: CloudTpu) -> None:
     """A queued resource is deleted as a whole, so it is kept if it contains a machine of another fleet."""
-    manage.wait_for_operation(client, client.create_queued(A, "s", NodeRequest("v4-8", "r"), count=2, prefix="s"))
+    manage.wait_for_operation(client, client.create_queued(A, "s", NodeRequest("v5p-8", "r"), count=2, prefix="s"))
     wait_for_queued(client, A, "s")
     code, text = spile("tpu", "create", "--zones", A, "--adopt", "s-0")
     assert code == 0, text
@@ -220,6 +220,10 @@ def test_queued_workers(spile, client: CloudTpu) -> None:
     code, text = spile("tpu", "create", "--zones", A, "--workers-per-zone", "2", "--queued", "--reserved")
     assert code == 0, text
     assert [node.queued for node in client.nodes(A)] == ["tpu-us-central1-a-0", "tpu-us-central1-a-1"]
+    assert spile("tpu", "create", "--zones", B, "--queued", "--reservation", "mine")[0] == 0
+    assert str(client.queued(B)[0].reservation).endswith(f"/locations/{B}/reservations/mine")
+    code, text = spile("tpu", "create", "--zones", B, "--reservation", "mine")
+    assert (code, "--reservation: expected --queued as well" in text) == (2, True), text
     code, text = spile("tpu", "delete", "--zones", A, "--yes")
     assert (code, client.queued(A)) == (0, [])
 

@@ -387,7 +387,7 @@ class PlaceFlags:
 
 _TIERS = ("spot", "reserved", "best_effort")
 """Ways to pay for machines, which exclude each other."""
-_REQUESTED = ("spot", "reserved", "network", "subnetwork", "external_ips", "service_account")
+_REQUESTED = ("spot", "reservation", "network", "subnetwork", "external_ips", "service_account")
 """The flags whose values are part of a request for a machine."""
 
 
@@ -406,7 +406,9 @@ class MachineFlags:
     spot: bool = False
     """Like --preemptible, but without the limit of 24 hours."""
     reserved: bool = False
-    """Use the project's reservation."""
+    """Use a reservation of the project."""
+    reservation: str | None = None
+    """With --queued: use the reservation of this name. [default: with --reserved, any of the project]"""
     best_effort: bool = False
     """With --queued: use preemptible capacity."""
     queued: bool = False
@@ -430,7 +432,11 @@ class MachineFlags:
 
         if self.best_effort and not self.queued:
             raise SpecError("--best-effort", expected="--queued as well", found="--best-effort alone")
+        if self.reservation is not None and not self.queued:
+            raise SpecError("--reservation", expected="--queued as well", found="--reservation alone")
+        reserved = self.reserved or self.reservation is not None
         tiers = [f"--{name.replace('_', '-')}" for name in _TIERS if getattr(self, name)]
+        tiers += ["--reservation"] if reserved and not self.reserved else []
         if len(tiers) > 1:
             raise SpecError(
                 "more than one way to pay for machines", expected=f"one of {', '.join(tiers)}", found="all of them"
@@ -448,6 +454,7 @@ class MachineFlags:
             accelerator_type=machine.name,
             runtime_version=self.runtime_version or default_runtime(machine),
             preemptible=not tiers and (not self.queued if self.preemptible is None else self.preemptible),
+            reserved=reserved,
             metadata=_ssh_keys(),
             **{name: getattr(self, name) for name in _REQUESTED},
         )

@@ -160,6 +160,7 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
         nodes=tuple(names),
         prefix=prefix,
         best_effort="bestEffort" in raw,
+        reservation=raw.get("reservationName"),
         created=_seconds(raw.get("createTime")),
         accelerator_type=node.get("acceleratorType", ""),
         labels=dict(node.get("labels", {})),
@@ -219,7 +220,10 @@ def node_body(request: NodeRequest) -> dict[str, Any]:
 def queued_body(
     request: NodeRequest, parent: str, name: str, count: int, prefix: str | None, best_effort: bool
 ) -> dict[str, Any]:
-    """Return a queued request as the API's JSON. v2alpha1, which best effort needs, spells multislice differently."""
+    """Return a queued request as the API's JSON. v2alpha1, which best effort needs, spells multislice differently.
+
+    A reservation is named in full, as gcloud names it: ``-`` is any reservation of the project.
+    """
     node = node_body(request)
     scheduling = node.pop("schedulingConfig", {})
     spec: dict[str, Any] = {"parent": parent, "node": node}
@@ -232,7 +236,8 @@ def queued_body(
     if best_effort:
         body["bestEffort"] = {}
     elif scheduling.get("reserved"):
-        body["guaranteed"] = {"reserved": True}
+        reservation = request.reservation or "-"
+        body["reservationName"] = reservation if "/" in reservation else f"{parent}/reservations/{reservation}"
     elif scheduling:
         body["spot"] = {}
     return body
@@ -460,7 +465,9 @@ class CloudTpu:
 
     def queued(self, zone: str) -> list[QueuedResource]:
         path = f"{self._parent(zone)}/queuedResources"
-        return [read_queued(raw) for raw in self._pages(path, "queuedResources", f"list queued resources in {zone}")]
+        doing = f"list queued resources in {zone}"
+        # v2 does not show which of them are best effort.
+        return [read_queued(raw) for raw in self._pages(path, "queuedResources", doing, version="v2alpha1")]
 
     def create_queued(
         self,

@@ -338,8 +338,9 @@ def _request_again(provider: CloudTpu, node: Node, queued: QueuedResource | None
     if queued is None:
         return provider.create_node(node.zone, node.name, node.request)
     count, prefix = len(queued.nodes) or 1, queued.prefix
+    request = replace(node.request, reserved=queued.reservation is not None, reservation=queued.reservation)
     return provider.create_queued(
-        node.zone, queued.name, node.request, count=count, prefix=prefix, best_effort=queued.best_effort
+        node.zone, queued.name, request, count=count, prefix=prefix, best_effort=queued.best_effort
     )
 
 

@@ -162,6 +162,8 @@ class NodeRequest:
     preemptible: bool = False
     spot: bool = False
     reserved: bool = False
+    reservation: str | None = None
+    """The name of a reservation; with ``reserved`` alone, any of the project."""
     network: str | None = None
     subnetwork: str | None = None
     external_ips: bool = True
@@ -203,6 +205,8 @@ class QueuedResource:
     prefix: str | None = None
     """The prefix of its nodes' names, if there are several."""
     best_effort: bool = False
+    reservation: str | None = None
+    """The name of the reservation that it uses; ``-`` for any of the project."""
     created: float = 0.0
     accelerator_type: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
