@@ -223,9 +223,12 @@ def extract(
         spile.errors.UserError: An argument is wrong; nothing was changed.
 
     """
+    from spile.engines.run import has_streams
     from spile.run.worker import run_stream
 
     spec = _run_spec("extract", model, data, output, taps, options)
+    if num_workers is None and hosts is None and has_streams(spec):
+        num_workers = 1
     if num_workers is not None:
         return _extract_with_workers(spec, num_workers, progress, stop, hosts)
     with _progress_display(progress, stop) as (counters, ended):

@@ -81,11 +81,21 @@ def extract(
     """
     if backfill.requested:
         return add_taps(backfill, flags, pod, verbose)
-    if engine.requested:
+    if engine.requested or _continues_streams(flags, pod):
         from spile.cli.engines import extract_on_engine
 
-        return extract_on_engine(with_guide_defaults(flags, os.environ, log), engine)
+        chosen = engine if engine.requested else replace(engine, num_workers=1)
+        return extract_on_engine(with_guide_defaults(flags, os.environ, log), chosen)
     return run_flags(flags, pod, verbose, web)
+
+
+def _continues_streams(flags: ExtractFlags, pod: PodFlags) -> bool:
+    """Return whether one worker is to continue, or to begin again, what several workers stored."""
+    from spile.engines.run import has_streams
+
+    if flags.worker_id is not None or flags.guide_script is not None:
+        return False
+    return has_streams(flags.spec()) and pod.identity().count == 1
 
 
 def infer(

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from spile.data.arc.prompts import shuffled
 from spile.data.convert import DuplicateFinder, Progress, RowSelection, RowTally, check_result, usable_rows, workspace
+from spile.data.lines import changed_data
 from spile.data.manifest import (
     MANIFEST,
     StreamEntry,
@@ -105,6 +106,9 @@ def make_streams(
         raise SpecError("--overwrite", expected="no --streams: it makes all streams again", found="--streams")
     with workspace(output_dir) as work:
         manifest, tally = _write(source, work, num_streams, chosen, selection, seed, progress)
+        if tally.samples < num_streams:
+            found = str(num_streams)
+            raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=found)
         if not overwrite:
             _refuse_other_streams(output_dir, manifest)
         _publish(work, output_dir, manifest, overwrite)
@@ -142,8 +146,6 @@ def _write(
         if item.own_id:
             names.add(item.task_id, item.row)
     check_result(tally, names, source, selection)
-    if tally.samples < num_streams:
-        raise SpecError("--num-streams", expected=f"at most {tally.samples}, one per sample", found=str(num_streams))
     manifest = StreamsManifest(
         source={**source.origin, **selection.record()},
         seed=seed,
@@ -388,6 +390,20 @@ def refuse_other_rows(manifest: StreamsManifest, data: DataSpec, place: str) -> 
                 found=str(wanted),
                 fix="give --split and --config-name as before, or another --output",
             )
+
+
+def refuse_changed_source(manifest: StreamsManifest, dataset: str, data: DataSpec) -> None:
+    """Raise if a dataset no longer has the rows of which streams were made. A commit of the hub cannot change."""
+    source = manifest.source
+    if "revision" in source:
+        return
+    named = source.get("keep")
+    keep = tuple(map(str, named)) if isinstance(named, list) else ()
+    selection = replace(_selection(data), column=str(source["column"]), keep=keep)
+    opened = selection.open(dataset, keep or default_keep(dataset))
+    now, _ = _write(opened, Path(), len(manifest.streams), set(), selection, manifest.seed, None)
+    if now.streams != manifest.streams:
+        raise changed_data(dataset)
 
 
 def _rows(start: object, stop: object) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 from spile.data.manifest import StreamsManifest, read_manifest
 from spile.data.samples import is_large
 from spile.data.sources import RowRange, open_input, open_source
-from spile.data.split import prepare_streams, refuse_other_rows
+from spile.data.split import prepare_streams, refuse_changed_source, refuse_other_rows
 from spile.engines.registry import EngineOptions, make_engine
 from spile.engines.supervisor import (
     Engine,
@@ -106,6 +106,22 @@ def run_on_engine(
         runner.close()
 
 
+def has_streams(spec: RunSpec) -> bool:
+    """Return whether a run of a whole dataset continues streams that several workers began."""
+    data = spec.data
+    if data.dataset_dir is not None or data.of_streams is not None or data.rows is not None or data.worker_id:
+        return False
+    stored = stored_spec(open_folder(spec.output))
+    if stored is None:
+        return False
+    return stored.data.of_streams is not None or stored.data.dataset_dir == absolute_folder(_split_of(spec))
+
+
+def _split_of(spec: RunSpec) -> str:
+    """Return the folder for the streams that are made of the dataset of a run."""
+    return f"{spec.output.rstrip('/')}/{SPLIT}"
+
+
 def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
     """Let one worker check the run as if it were the only one, before anything is written.
 
@@ -178,7 +194,7 @@ def _with_streams(spec: RunSpec, runner: Engine, num_streams: int | None, log: L
     """
     if spec.data.dataset_dir is not None:
         return spec
-    place = f"{spec.output.rstrip('/')}/{SPLIT}"
+    place = _split_of(spec)
     files = replace(spec, data=replace(spec.data, dataset_dir=place, dataset_revision=None))
     known = read_manifest(open_folder(place))
     if known is not None:
@@ -254,4 +270,5 @@ def _refuse_other_split(known: StreamsManifest, spec: RunSpec, num_streams: int 
     refuse_other_rows(known, spec.data, place)
     if num_streams is not None and num_streams != len(known.streams):
         raise SpecError("--num-streams", expected=f"{len(known.streams)}, as in {place}", found=str(num_streams))
+    refuse_changed_source(known, dataset, spec.data)
     log(f"{counted(len(known.streams), 'stream')} of {source}, made by an earlier run: {place}")

@@ -173,3 +173,55 @@ def test_a_small_csv_file_keeps_its_labels_with_many_workers(
     assert [fields for _, *fields in sorted(kept(out), key=lambda ref: ref[2])] == [
         [str(n % 3), f"s{n}"] for n in range(9)
     ]
+
+
+@pytest.mark.parametrize("edit", ["a row", "one more row", "fewer rows"])
+def test_an_edit_of_data_that_was_split_is_found(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    """The streams of an earlier run were taken for the edited file, and the command said that all was done."""
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
+    large_csv(tmp_path / "large.csv", rows=9)
+    out = tmp_path / "out"
+    assert run_in_turn(tmp_path, out, "--num-streams", 2) == 0, capfd.readouterr()
+    before = kept(out)
+    assert run_in_turn(tmp_path, out) == 0, capfd.readouterr()
+    large_csv(
+        tmp_path / "large.csv", 5 if edit == "a row" else None, {"one more row": 10, "fewer rows": 1}.get(edit, 9)
+    )
+    capfd.readouterr()
+    assert run_in_turn(tmp_path, out) == 2
+    assert "large.csv changed since it was read: expected the rows as they were" in capfd.readouterr().err
+    assert kept(out) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("large", [False, True])
+def test_one_worker_continues_what_several_began(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, large: bool, overwrite: bool
+) -> None:
+    """It was refused with "give the same dataset"; when it was to begin again, it stored the samples of one twice."""
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
+    if large:
+        monkeypatch.setattr("spile.data.samples.HEAD_ROWS", 4)
+    data, out = large_csv(tmp_path / "large.csv", rows=9), tmp_path / "out"
+    assert run_in_turn(tmp_path, out, "--num-streams", 2, *(() if overwrite else ("--max-samples", 4))) == 0
+    run = ("extract", "--model", "embedded", "--dataset", data, "--column", "prompt", "--output", out, *SMALL)
+    assert spile(*run, *(("--no-checkpointing", "--overwrite") if overwrite else ())) == 0, capfd.readouterr()
+    assert kept(out) == [(f"line-{n}", str(n % 3), f"s{n}") for n in range(9)]
+    assert spile("verify", out) == 0, capfd.readouterr()
+
+
+def test_a_refused_run_does_not_advise_the_same_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spile.engines.local.LocalEngine", InProcess)
+    data, out = lines(tmp_path / "texts.jsonl", {"text": "a b"}, {"text": "c d"}), tmp_path / "out"
+    run = ("extract", "--model", "embedded", "--dataset", data, "--output", out, *SMALL)
+    assert spile(*run) == 0
+    lines(data, {"text": "a b"}, {"text": "c e"})
+    capfd.readouterr()
+    assert spile(*run, "--num-workers", 2) == 2
+    printed = capfd.readouterr().out
+    assert "the same command again resumes" not in printed
+    assert "correct what was refused" in printed
