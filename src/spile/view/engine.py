@@ -84,6 +84,8 @@ class EngineDisplay:
         more = f", {counted(again, 'attempt')} more than streams" if again > 0 else ""
         finished = outcome.done == streams
         command = f"spile verify {root}" if finished else how_to_resume(cleared=cleared)
+        if outcome.failed and outcome.refused:
+            command = "correct what was refused, then run the command again"
         facts = [
             ("activations", root),
             ("streams", f"{outcome.done} of {streams} done{more}"),
