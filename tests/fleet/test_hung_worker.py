@@ -72,8 +72,7 @@ class Watched:
         assert code == 0, text
         self.home = FleetHome.open("gs://b/fleet/default")
         self.client = CloudTpu(read_settings(environment=world.cloud.environment()))
-        policy = {"interval": 1.0, "heartbeat": 1.0, **policy}
-        self.monitor = FleetMonitor(self.home, self.client, policy=policy)
+        self.monitor = FleetMonitor(self.home, self.client, policy={"interval": 1.0, **policy})
 
     def until(self, what: Callable[[FleetStatus], bool]) -> FleetStatus:
         deadline = time.monotonic() + 200
@@ -111,12 +110,20 @@ class Watched:
         assert code == 0, output
 
 
+OFTEN = f"""
+from spile.store.heartbeat import Heartbeat
+Heartbeat.__init__.__kwdefaults__["every"] = {PATIENCE / 5}
+"""
+
+
 @pytest.mark.slow
 def test_a_stopped_worker_is_replaced_and_fenced(
     world: World, monkeypatch: pytest.MonkeyPatch, reaper: None, spared: set[int]
 ) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", world.gcs.url)
-    fleet = Watched(world, stale_intervals=int(PATIENCE))
+    (world.folder / "sitecustomize.py").write_text(OFTEN)
+    world.cloud.vms.environment["PYTHONPATH"] = f"{world.folder}:{os.environ.get('PYTHONPATH', '')}"
+    fleet = Watched(world)
     fleet.until(lambda _: fleet.beat().get("phase") == "running" and world.commits() >= 2)
     machine = fleet.machine()
     hung = worker_of(machine)
@@ -163,7 +170,7 @@ def test_a_worker_whose_device_hangs_is_replaced_despite_its_heartbeats(
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", world.gcs.url)
     (world.folder / "sitecustomize.py").write_text(HANGS.format(folder=str(world.folder)))
     world.cloud.vms.environment["PYTHONPATH"] = f"{world.folder}:{os.environ.get('PYTHONPATH', '')}"
-    fleet = Watched(world, stale_intervals=1000, stall=PATIENCE)
+    fleet = Watched(world, stall=PATIENCE)
     fleet.until(lambda _: (world.folder / "hung").exists())
     before, machine = -1, fleet.machine()
     while before != world.commits():  # what was computed before it hung is on its way
@@ -186,6 +193,8 @@ def test_the_bucket_tells_how_long_a_worker_gets_no_further(tmp_path: Path) -> N
     snapshot = Snapshot(str(tmp_path), 10_000.0, (view,))
     mine = {0: ClaimOwner(workers[0].name, active=True)}
     assert worker_health(fleet, {}, snapshot, mine)[0].progress == 9300.0
+    rare = replace(snapshot, streams=(replace(view, interval=120.0),))
+    assert worker_health(fleet, {}, rare, mine)[0].interval == 120.0
     assert worker_health(fleet, {}, replace(snapshot, streams=(replace(view, idle=None),)), mine)[0].progress == 9990.0
     output = {workers[0].name: WorkerReport(workers[0].name, "d", phase=Phase.STARTING, updated=9500.0)}
     assert worker_health(fleet, output, snapshot, mine)[0].progress == 9500.0

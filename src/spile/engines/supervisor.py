@@ -22,7 +22,7 @@ from spile.data.manifest import list_streams
 from spile.errors import DataError, ExitCode
 from spile.objects import open_folder
 from spile.objects.preflight import preflight
-from spile.store.heartbeat import SILENT_AFTER
+from spile.store.heartbeat import Liveness
 from spile.store.layout import access_check_name
 from spile.store.quarantine import RESUMABLE, Supervision, is_kill
 from spile.store.snapshot import State, StreamView
@@ -475,13 +475,14 @@ class Supervisor:
         running = {stream.task.stream: stream for stream in self._running()}
         for number, stream in running.items():
             view = views.get(number)
-            age = view.age if view is not None else None
-            if age is not None and SILENT_AFTER < age < self._clock() - stream.began:
-                self._log(f"stream {number}: its worker on {view.host if view else ''} is silent; another takes over")
+            if view is None or view.age is None:
+                continue
+            if Liveness(view.interval).silent < view.age < self._clock() - stream.began:
+                self._log(f"stream {number}: its worker on {view.host} is silent; another takes over")
                 self.engine.abandon(number)
                 stream.supervision = stream.supervision.after(None)
                 stream.state = "waiting"
-                stream.avoid.update(filter(None, [view.host if view else ""]))
+                stream.avoid.update(filter(None, [view.host]))
         free = self.engine.workers > len(self._running()) and not self.count("waiting")
         movable = [views[n] for n, s in running.items() if n in views and s.state == "running" and not s.avoid]
         slow = slow_stream(movable, views.values()) if free else None

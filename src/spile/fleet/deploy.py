@@ -42,6 +42,7 @@ from spile.planning.machines import Machine, parse_machine
 from spile.run.claiming import planned_streams
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, RunSpec
+from spile.store.heartbeat import Liveness
 from spile.store.layout import find_streams
 from spile.store.snapshot import SnapshotReader
 from spile.store.writer import read_stream
@@ -268,7 +269,9 @@ def check_stored(number: int, sha256: str, where: str, streams: StreamsPlan, *, 
 def refuse_active_streams(root: str, numbers: list[int]) -> None:
     """Raise if a worker is still writing one of these streams, which must not be removed then."""
     for view in SnapshotReader(open_folder(root), time.time).take().streams:
-        if view.number in numbers and view.age is not None and view.age < 300 and not view.phase.ended:
+        if view.number not in numbers or view.age is None or view.phase.ended:
+            continue
+        if view.age < Liveness(view.interval).dead:
             raise DataError(
                 f"{root}/{view.name} is being written",
                 found=f"a worker's heartbeat of {view.age:.0f} s ago",

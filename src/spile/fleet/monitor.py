@@ -44,6 +44,7 @@ from spile.objects import open_folder
 from spile.spec.amounts import duration
 from spile.spec.phase import Phase
 from spile.store.claims import ClaimOwner, ClaimReader
+from spile.store.heartbeat import INTERVAL
 from spile.store.snapshot import Snapshot, SnapshotReader, State, StreamView
 
 In = TypeVar("In")
@@ -232,8 +233,9 @@ def worker_health(
         beat, phase = max(beats, default=(None, Phase.UNKNOWN))
         error = report.error or (view and view.last_error) or ""
         progress = max(steps, default=None)
+        interval = INTERVAL if view is None else view.interval
         found[worker.id] = WorkerHealth(
-            beat, phase, report.verdict, report.updated, error, progress, crash_loop(report)
+            beat, phase, report.verdict, report.updated, error, interval, progress, crash_loop(report)
         )
     return found
 
@@ -523,7 +525,7 @@ def _note(case: WorkerCase, node: Node | None) -> str:
         return case.health.crash_loop
     if node.state.stage is Stage.RUNNING and case.heartbeat(node) is None and not past.finished:
         since = duration(max(0.0, case.now - node.created))
-        heard = f"booted {since} ago, no report yet (replaced after {duration(case.policy.slow_heartbeat_limit)})"
+        heard = f"booted {since} ago, no report yet (replaced after {duration(case.policy.heartbeat_limit())})"
         return "; ".join(part for part in (heard, before) if part)
     return past.note or before
 

@@ -336,10 +336,10 @@ def reason_to_replace(case: WorkerCase, node: Node) -> str:
         return "its worker crashed again and again"
     if verdict == "refused":
         return "its worker refused its task"
-    if beat is None and now - node.created > policy.slow_heartbeat_limit:
-        age = f"{now - node.created:.0f} s ago (limit {policy.slow_heartbeat_limit:.0f})"
+    if beat is None and now - node.created > policy.heartbeat_limit():
+        age = f"{now - node.created:.0f} s ago (limit {policy.heartbeat_limit():.0f})"
         return f"no heartbeat since it was created, {age}"
-    limit = policy.slow_heartbeat_limit if case.health.phase.slow else policy.heartbeat_limit
+    limit = policy.heartbeat_limit(case.health.interval, slow=case.health.phase.slow)
     if beat is not None and now - beat > limit:
         return f"its heartbeat is {now - beat:.0f} s old (limit {limit:.0f})"
     idle = now - max(progress, node.created) if progress is not None else 0.0

@@ -17,6 +17,7 @@ from spile.planning.machines import Machine, parse_machine
 from spile.spec.options import check_number
 from spile.spec.phase import Phase
 from spile.spec.records import read_record
+from spile.store.heartbeat import INTERVAL, Liveness
 
 FLEET_LABEL = "spile-fleet"
 """The label with the fleet's name. Only machines that carry it are ever changed or deleted."""
@@ -50,12 +51,8 @@ class Policy:
 
     interval: float = 60.0
     """Time between two rounds of the monitor."""
-    heartbeat: float = 30.0
-    """Time between two heartbeats of a worker."""
-    stale_intervals: int = 5
-    """A heartbeat may be this many intervals old (the monitor's or the worker's, whichever is longer)."""
     compile_grace: float = 1200.0
-    """The same limit while a worker boots, installs or compiles."""
+    """The least limit for the age of a heartbeat while a worker boots, installs or compiles."""
     stall: float = 1800.0
     """A worker with heartbeats may make no progress for this long: a device or a compiler can hang."""
     create_timeout: float = 1800.0
@@ -90,15 +87,9 @@ class Policy:
         if self.budget is not None and not self.budget > 0:
             raise SpecError("--budget", expected="dollars, more than 0", found=f"{self.budget:g}")
 
-    @property
-    def heartbeat_limit(self) -> float:
-        """The limit for the age of a running worker's heartbeat."""
-        return self.stale_intervals * max(self.interval, self.heartbeat)
-
-    @property
-    def slow_heartbeat_limit(self) -> float:
-        """The same limit while a worker boots, installs or compiles."""
-        return max(self.heartbeat_limit, self.compile_grace)
+    def heartbeat_limit(self, interval: float = INTERVAL, *, slow: bool = True) -> float:
+        """Return the limit for the age of a heartbeat; ``slow`` while a worker boots, installs or compiles."""
+        return max(Liveness(max(self.interval, interval)).silent, self.compile_grace if slow else 0.0)
 
 
 @cache
@@ -262,6 +253,8 @@ class WorkerHealth:
     """The time of that report."""
     error: str = ""
     """The last lines of its log."""
+    interval: float = INTERVAL
+    """The time between two heartbeats."""
     progress: float | None = None
     """The time at which the worker last made progress."""
     crash_loop: str = ""

@@ -18,7 +18,7 @@ from spile.objects.local import is_abandoned
 from spile.objects.mirror import without_copy
 from spile.spec.amounts import counted
 from spile.store.claims import remove_finished_marks
-from spile.store.heartbeat import read_beat
+from spile.store.heartbeat import Liveness, read_beat
 from spile.store.layout import (
     METADATA,
     PREDICTIONS,
@@ -163,13 +163,9 @@ def _fence(folder: Folder) -> bool:
     return record is None or fence(folder, record.id, last + 1, "the stream was started again")
 
 
-_DEAD_AFTER = 600.0
-"""Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
-
-
 def is_alive(folder: Folder, now: float) -> bool:
     """Return whether a worker's heartbeat is recent or unreadable. The result is only used to prevent removal."""
     beat = read_beat(folder)
     if beat is None:
         return any(info.key == PROGRESS for info in folder.list(PROGRESS))
-    return not beat.phase.ended and beat.age(now) < _DEAD_AFTER
+    return not beat.phase.ended and beat.age(now) < Liveness(beat.interval).dead

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from spile.errors import Damaged, Fenced, Interrupted, SpileError
 from spile.objects.folder import Folder, NotFound
@@ -21,6 +21,26 @@ from spile.spec.records import read_record
 from spile.store.layout import PROGRESS
 from spile.store.ledger import iso_time, parse_time
 from spile.version import __version__
+
+INTERVAL = 30.0
+"""Seconds between two heartbeats of a worker. A heartbeat states it, so that readers need not know it."""
+
+
+class Liveness(NamedTuple):
+    """The ages in seconds at which a heartbeat is judged. All follow from the interval at which it is written."""
+
+    interval: float = INTERVAL
+
+    @property
+    def silent(self) -> float:
+        """From this age on the worker needs recovery: its machine is replaced, or another worker takes over."""
+        return 5 * self.interval
+
+    @property
+    def dead(self) -> float:
+        """From this age on the worker's stream may be removed or repaired."""
+        return 20 * self.interval
+
 
 _COUNTS = ("samples", "samples_committed", "tokens", "shards_written", "shards_committed", "retries")
 
@@ -60,6 +80,7 @@ class Beat(Reading):
     """The number of heartbeats that could not be written."""
     progressed: str | None = None
     """The time of the last change of the counts or the phase: a worker can be alive without making progress."""
+    interval: float = INTERVAL
 
     def age(self, now: float) -> float:
         return now - parse_time(self.updated)
@@ -77,11 +98,14 @@ class Beat(Reading):
         beat = read_record(cls, found)
         if any(getattr(beat, name) < 0 for name in _COUNTS) or (beat.expected or 0) < 0:
             raise ValueError("a negative count")
+        if not 0 < beat.interval <= _LONGEST:
+            raise ValueError("not an interval")
         beat.age(0.0), beat.idle(0.0)  # These raise if a time is malformed.
         return beat
 
 
-INTERVAL = 30.0
+_LONGEST = 3600.0
+"""The longest interval that is believed. Other programs can write to the bucket too."""
 _LOG_LINES = 20
 _MAX_LINE = 400
 _MAX_BYTES = 1 << 20
@@ -166,6 +190,7 @@ class Heartbeat:
                 last_error=self._error,
                 missed=self.missed,
                 progressed=self._progressed,
+                interval=self._every,
                 **{**asdict(now), "phase": self._ended or now.phase},
             )
             self._folder.put(PROGRESS, json.dumps(beat.to_json(), indent=1).encode() + b"\n")
@@ -184,10 +209,6 @@ def read_beat(folder: Folder) -> Beat | None:
         return Beat.from_json(json.loads(data)) if len(data) <= _MAX_BYTES else None
     except Exception:  # noqa: BLE001 - the content is untrusted, and a malformed heartbeat must not stop a monitor
         return None
-
-
-SILENT_AFTER = 150.0
-"""Seconds without a heartbeat after which a worker is considered dead; the normal interval is 30 seconds."""
 
 
 # -- secrets -----------------------------------------------------------------------------------------------------------

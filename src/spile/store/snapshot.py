@@ -13,7 +13,7 @@ from spile.errors import Damaged, SpileError
 from spile.objects.folder import Folder
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
-from spile.store.heartbeat import SILENT_AFTER, Beat, read_beat
+from spile.store.heartbeat import INTERVAL, Beat, Liveness, read_beat
 from spile.store.layout import PROGRESS, existing_folder, find_streams
 from spile.store.ledger import Commit, Ledger, parse_time, read_commits
 from spile.store.writer import StreamRecord, read_stream
@@ -65,6 +65,8 @@ class StreamView:
     host: str = ""
     age: float | None = None
     """Seconds since the last heartbeat."""
+    interval: float = INTERVAL
+    """Seconds between two heartbeats of the worker."""
     idle: float | None = None
     """Seconds since the worker's last progress."""
     retries: int = 0
@@ -246,7 +248,7 @@ def _clock_error(folder: Folder, beat: Beat | None, now: float) -> float:
     It is computed only if the heartbeat seems to be old or from the future: then the time at which the bucket received
     the heartbeat is used instead of the time that the worker wrote into it.
     """
-    if beat is None or abs(beat.age(now)) <= SILENT_AFTER:
+    if beat is None or abs(beat.age(now)) <= Liveness(beat.interval).silent:
         return 0.0
     try:
         return folder.info(PROGRESS).updated - (now - beat.age(now))
@@ -288,6 +290,7 @@ def _view_stream(
         phase=seen.phase,
         host=seen.host,
         age=None if beat is None else max(0.0, beat.age(now)),
+        interval=seen.interval,
         idle=seen.idle(now),
         retries=seen.retries,
         last_error=seen.last_error,
@@ -301,8 +304,8 @@ def _view_stream(
 
 def _state(beat: Beat | None, ledger: Ledger, now: float) -> State:
     if beat is None:
-        quiet = ledger.created is not None and now - parse_time(ledger.created) > SILENT_AFTER
+        quiet = ledger.created is not None and now - parse_time(ledger.created) > Liveness().silent
         return State.SILENT if quiet else State.WAITING
     if beat.phase.ended:  # A worker may be done with its part while the stream is not.
         return State.FAILED if beat.phase is Phase.FAILED else State.STOPPED
-    return State.WORKING if beat.age(now) <= SILENT_AFTER else State.SILENT
+    return State.WORKING if beat.age(now) <= Liveness(beat.interval).silent else State.SILENT

@@ -163,6 +163,13 @@ def test_how_far_the_machine_before_got_does_not_count() -> None:
     assert turn(a_fleet(), seen)[1] == ()
 
 
+@pytest.mark.parametrize(("age", "dead"), [(590, False), (610, True)])
+def test_a_worker_with_rare_heartbeats_is_judged_by_its_own_interval(age: float, dead: bool) -> None:
+    rare = WorkerHealth(NOW - age, Phase.RUNNING, interval=120.0)
+    seen = see(a_node(0, created=NOW - 5000), a_node(1), health={0: rare, 1: fresh()})
+    assert bool(turn(a_fleet(), seen)[1]) == dead
+
+
 def test_the_heartbeat_of_the_machine_before_does_not_count() -> None:
     young = a_node(0, created=NOW - 100)
     _, actions = turn(a_fleet(), see(young, a_node(1), health={0: WorkerHealth(NOW - 500, Phase.RUNNING), 1: fresh()}))

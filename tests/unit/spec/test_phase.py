@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -45,7 +46,10 @@ def test_an_old_heartbeat_and_a_newer_one_are_read() -> None:
     assert Beat.from_json(json.loads(json.dumps(beat.to_json()))) == beat
 
 
-@pytest.mark.parametrize("broken", [{"updated": "yesterday"}, {"progressed": "?"}, {"updated": None}])
+@pytest.mark.parametrize("broken", [
+    {"updated": "yesterday"}, {"progressed": "?"}, {"updated": None},
+    {"interval": 0}, {"interval": math.nan}, {"interval": 1e9},
+])  # fmt: skip
 def test_a_time_that_cannot_be_read_is_no_heartbeat(broken: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         Beat.from_json({**_BEAT, **broken})

@@ -57,6 +57,7 @@ def test_a_heartbeat_says_what_the_design_says(folder: Folder) -> None:
         "last_error": None,
         "missed": 0,
         "progressed": "2027-01-15T08:00:00Z",
+        "interval": 30.0,
     }
     beat = read_beat(folder)
     assert beat is not None

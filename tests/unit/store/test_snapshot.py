@@ -8,7 +8,7 @@ import pytest
 
 from spile.errors import StoreError
 from spile.objects import Folder
-from spile.store.cleanup import clear_stream
+from spile.store.cleanup import clear_stream, is_alive
 from spile.store.ledger import Limit
 from spile.store.run import join_run
 from spile.store.snapshot import SnapshotReader, State
@@ -189,3 +189,15 @@ def test_the_clock_of_a_worker_may_be_wrong_by_hours(folder: Folder, hours: int)
     assert 30 < alive.age < 90
     (dead,) = SnapshotReader(folder, lambda: now + 3600).take().streams
     assert dead.state is State.SILENT
+
+
+@pytest.mark.parametrize(("age", "state", "alive"), [
+    (590, State.WORKING, True), (610, State.SILENT, True), (2410, State.SILENT, False),
+])  # fmt: skip
+def test_a_worker_is_judged_by_the_interval_of_its_own_heartbeats(
+    folder: Folder, age: float, state: State, alive: bool
+) -> None:
+    begun(folder, 0)
+    put_beat(folder, 0, age=age, interval=120.0)
+    assert SnapshotReader(folder, lambda: NOW).stream(0).state is state
+    assert is_alive(folder.child("tpu_0"), NOW) == alive
