@@ -57,7 +57,8 @@ def test_a_signal_commits_the_short_shard_of_every_writer(tmp_path: Path, groups
 def test_a_second_signal_does_not_wait_for_a_device_that_hangs(tmp_path: Path, numbers: tuple[int, int]) -> None:
     url, mark = str(tmp_path / "root"), tmp_path / "mark"
     stopping = tmp_path / "stopping"
-    life = Life(shard_bytes=3000, seconds=0.01, mark=(str(mark), 6), stuck_after=6, stopping=str(stopping))
+    # The mark appears when the device hangs: a signal before that ends the worker in the ordinary way.
+    life = Life(shard_bytes=3000, seconds=0.01, mark=(str(mark), COUNT), stuck_after=6, stopping=str(stopping))
     process = start(url, COUNT, life)
     until(mark, process)
     os.kill(process.pid or 0, numbers[0])
