@@ -22,9 +22,10 @@ from spile.spec.sample import Skip
 from spile.store.claims import ClaimBook
 from spile.store.index import write_entry
 from spile.store.layout import parse_key, stale_commit_key
-from spile.store.ledger import unseal
+from spile.store.ledger import Ledger, read_commits, read_ledger, unseal
 from spile.store.quarantine import Trials, write_trials
-from spile.store.writer import read_stream
+from spile.store.run import read_run
+from spile.store.writer import StreamWriter, read_stream
 from unit.cli.refusals import lines, spile
 from world import produce
 
@@ -163,20 +164,40 @@ def test_files_of_an_unfinished_or_unselected_stream_are_named(tmp_path: Path) -
     assert [problem.kind for problem in report.all_problems] == ["missing"]
 
 
-def test_the_skipped_samples_of_added_taps_are_those_of_the_stream(made: Path, tmp_path: Path) -> None:
-    from spile.store.run import read_run
-    from spile.store.writer import StreamWriter, read_ledger
-
-    root = tmp_path / "copy"
-    shutil.copytree(made, root)
-    folder: Folder = open_folder(str(next(root.glob("stream_0/added_*"))))
+def forger_of(root: Path, folder: Folder) -> StreamWriter:
+    """Return a writer that appends to a ledger."""
     record, run = read_stream(folder), read_run(open_folder(str(root)))
     assert record is not None
     assert run is not None
-    forger = StreamWriter(folder, record, run, "abcdef", read_ledger(folder, record.id))
+    stored = read_ledger(folder, record.id)
+    return StreamWriter(folder, record, run, "abcdef", Ledger(commits=stored.commits))
+
+
+def test_the_skipped_samples_of_added_taps_are_those_of_the_stream(made: Path, tmp_path: Path) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(made, root)
+    forger = forger_of(root, open_folder(str(next(root.glob("stream_0/added_*")))))
     forger.commit([], [Skip(5, "task-5", "too long")])
     problems = [problem.text for problem in package.verify(root).all_problems]
     assert "it skips samples 5, which the stream does not skip for the same reason" in problems
+
+
+@pytest.mark.parametrize("what", ["the same shard", "a skip"])
+def test_a_doubled_sample_of_added_taps(made: Path, tmp_path: Path, what: str) -> None:
+    root = tmp_path / "copy"
+    shutil.copytree(made, root)
+    folder = open_folder(str(next(root.glob("stream_0/added_*"))))
+    forger = forger_of(root, folder)
+    if what == "the same shard":
+        shards = [shard for commit in read_commits(folder, forger.record.id) for shard in commit.shards]
+        forger.commit(shards[:1], [])
+        doubled = shards[0].samples.text()
+    else:
+        forger.commit([], [Skip(1, "task-1", "too long")])
+        doubled = "1"
+    found = [(problem.kind, problem.where, problem.text) for problem in package.verify(root).all_problems]
+    assert ("doubled", folder.url, f"samples {doubled}") in found
+    assert (("doubled", folder.url, "rows of one of the stream's shards are there twice") in found) == ("same" in what)
 
 
 def test_copies_in_the_index_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,3 +432,22 @@ def test_a_local_root_is_the_path_as_typed(tmp_path: Path) -> None:
     root = open_folder(str(tmp_path))
     produce(root, 3)
     assert (tmp_path / "tpu_0" / "commits" / "0001.json").is_file()
+
+
+@pytest.mark.parametrize("extra", ["a shard", "a skip"])
+def test_doubled_samples_are_found_when_the_ledger_is_read_back(folder: Folder, extra: str) -> None:
+    """A forged commit doubles a sample. It is not lost, and the error says what is doubled."""
+    join_run(folder, run_identity())
+    store = joined(folder)
+    for index in range(3):
+        store.commit([shard(store, index)], [])
+    forger = StreamWriter(store.folder, store.record, store.run, "abcdef", Ledger(commits=3))
+    if extra == "a shard":
+        forger.commit([shard(forger, 1)], [])
+    else:
+        forger.commit([], [Skip(1, "one", "too long")])
+    found = r"list samples twice, as stored or as skipped: expected each sample once, found samples 1 twice\. Find out"
+    with pytest.raises(Damaged, match=found):
+        store.finish()
+    (stream,) = verify(folder).streams
+    assert "doubled" in [problem.kind for problem in stream.problems]
