@@ -87,6 +87,34 @@ def _makers() -> dict[str, Callable[[], Any]]:
         "granitemoe": lambda: t.GraniteMoeForCausalLM(
             t.GraniteMoeConfig(**_DECODER, num_local_experts=4, embedding_multiplier=3.0, residual_multiplier=0.22)
         ),
+        "ctrl": lambda: t.CTRLLMHeadModel(
+            t.CTRLConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, dff=48, n_positions=128)
+        ),
+        "afmoe": lambda: t.AfmoeForCausalLM(
+            t.AfmoeConfig(
+                **_DECODER, mup_enabled=True, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+            )
+        ),
+        "recurrent_gemma": lambda: t.RecurrentGemmaForCausalLM(
+            t.RecurrentGemmaConfig(**_without(_DECODER, "max_position_embeddings"), lru_width=32)
+        ),
+        "big_bird": lambda: t.BigBirdForMaskedLM(
+            t.BigBirdConfig(**_ENCODER, rescale_embeddings=True, attention_type="original_full")
+        ),
+        "pegasus": lambda: t.PegasusForConditionalGeneration(
+            t.PegasusConfig(
+                vocab_size=VOCABULARY,
+                d_model=32,
+                encoder_layers=3,
+                decoder_layers=2,
+                encoder_attention_heads=4,
+                decoder_attention_heads=4,
+                encoder_ffn_dim=48,
+                decoder_ffn_dim=48,
+                max_position_embeddings=128,
+                scale_embedding=True,
+            )
+        ),
         "bert": lambda: t.BertForMaskedLM(t.BertConfig(**_ENCODER)),
         "modernbert": lambda: t.ModernBertForMaskedLM(
             t.ModernBertConfig(**_ENCODER, cls_token_id=1, sep_token_id=2, local_attention=16)

@@ -1,4 +1,4 @@
-"""Check that ``attn`` and ``mlp`` of a PyTorch model are what it adds to its residual stream.
+"""Check that ``embed``, ``attn`` and ``mlp`` of a PyTorch model are what it adds to its residual stream.
 
 Modules are found by their names. A model of an unknown family may scale the output of such a module, norm it, or add
 something to it. The check is by value and needs no knowledge of the family.
@@ -30,14 +30,16 @@ _KINDS = ("attn", "mlp", "resid_mid")
 
 
 def refuse_other_values(model: Any, taps: Sequence[Tap]) -> None:
-    """Refuse taps whose value is not what the layer adds to the residual stream.
+    """Refuse taps whose value is not what the embedding or the layer adds to the residual stream.
 
-    What is added is the difference between two values in the layer, of which the first is the input of a module. A
+    What a layer adds is the difference between two values in the layer, of which the first is the input of a module. A
     parallel block adds attention and MLP together.
     """
     import torch
 
     layers, eps = find_layers(model), torch.finfo(model.dtype).eps
+    if any(tap.kind == "embed" for tap in taps):
+        _refuse_other_embedding(model, layers)
     for index in sorted({tap.layer for tap in taps if tap.kind in _KINDS and tap.layer is not None}):
         if is_bert_like(layers[index]):  # ``resid_mid`` is after a norm there
             continue
@@ -58,6 +60,48 @@ def refuse_other_values(model: Any, taps: Sequence[Tap]) -> None:
                     found=f"{type(model).__name__}, which adds other values",
                     fix=f"name the module, such as --taps {MODULE}{example_module(model, index)}",
                 )
+
+
+def _refuse_other_embedding(model: Any, layers: Sequence[Any]) -> None:
+    """Refuse ``embed`` if the model multiplies the embedding by another factor than the tap.
+
+    The factor is known if the input of the first layer is the embedding times a factor, and positions: it is compared
+    for multiples of random numbers in place of the embedding. A norm after the embedding hides the factor.
+    """
+    import torch
+
+    point, inputs = find_hook_point(model, layers, Tap("embed")), []
+
+    def see(_module: Any, args: Any, kwargs: Any) -> None:
+        inputs.append(_copy(args[0] if args else kwargs["hidden_states"]))
+
+    noise = torch.randn(1, 5, text_config(model.config).hidden_size, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(1, 6, device=input_device(model))[None]
+    for times in (0, 1, 2):
+        handles = [
+            point.module.register_forward_hook(lambda _m, _i, output, times=times: (times * noise).to(output)),
+            layers[0].register_forward_pre_hook(see, with_kwargs=True),
+        ]
+        try:
+            with inference_on(model):
+                forward(body_of(model), tokens, torch.ones_like(tokens))
+        finally:
+            for handle in handles:
+                handle.remove()
+    if any(each.shape != noise.shape for each in inputs):
+        return
+    none, once, twice = inputs
+    added = once - none
+    if (twice - once - added).norm() > 0.02 * added.norm():
+        return
+    factor, scale = float((added * noise).sum() / noise.norm() ** 2), 1.0 if point.scale is None else float(point.scale)
+    if abs(factor - scale) > 0.02 * abs(scale):
+        raise SpecError(
+            "--taps embed",
+            expected=f"a model that adds {scale:g} times its token embedding to the residual stream",
+            found=f"{type(model).__name__}, which adds {factor:.4g} times",
+            fix=f"store what the first layer reads instead: --taps {Tap('resid_pre', 0)}",
+        )
 
 
 class _Layer:

@@ -209,6 +209,20 @@ def _find_qkv(kind: str, model: Any, layer: Any) -> HookPoint | None:
 _ATTENTION_NORMS = ("post_self_attn_layernorm", "post_attention_layernorm")
 _MLP_NORMS = ("post_mlp_layernorm", "post_feedforward_layernorm")
 _EMBEDDING_SCALES = ("embedding_multiplier", "embedding_scale", "embed_scale", "normalizer")
+_TIMES_ROOT_OF_WIDTH = {"afmoe": "mup_enabled", "big_bird": "rescale_embeddings", "ctrl": ""}
+"""Types of models that compute the factor of the embedding in their forward pass, and the config's field for it."""
+
+
+def _find_embed(model: Any, _: Any) -> HookPoint | None:
+    """Hook the embedding that is called: an encoder like T5's has one of its own, with the weight of the shared one."""
+    config, text, table = text_config(model.config), _text_model(model)[0], model.get_input_embeddings()
+    tables = [each for each in text.modules() if type(each) is type(table) and each.weight is table.weight]
+    point = HookPoint(tables[-1], "output")
+    switch = _TIMES_ROOT_OF_WIDTH.get(config.model_type)
+    if switch is None or not getattr(config, switch, not switch):
+        return _with_scale(point, text, _EMBEDDING_SCALES)
+    return replace(point, scale=config.hidden_size**0.5)
+
 
 _FINDERS: dict[str, Callable[[Any, Any], HookPoint | None]] = {
     "residual": lambda _, layer: _hook_point(layer, "output"),
@@ -224,9 +238,7 @@ _FINDERS: dict[str, Callable[[Any, Any], HookPoint | None]] = {
     "v": functools.partial(_find_qkv, "v"),
     "z": lambda _, layer: _hook_point(_attention_out(layer), "input"),
     "router": lambda _, layer: _hook_point(_child(_mlp(layer), _ROUTER_NAMES), "output"),
-    "embed": lambda model, _: _with_scale(
-        _hook_point(model.get_input_embeddings(), "output"), _text_model(model)[0], _EMBEDDING_SCALES
-    ),
+    "embed": _find_embed,
     "final_norm": lambda model, _: _hook_point(model.get_output_embeddings(), "input"),
 }
 
@@ -251,7 +263,7 @@ class Hooks:
             )
         self._points = {tap: find_hook_point(model, layers, tap) for tap in taps if tap.kind not in _LOGIT_TAPS}
         number = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-        number[id(model.get_input_embeddings())] = -1
+        number |= {id(point.module): -1 for tap, point in self._points.items() if tap.kind == "embed"}
         last = max((number.get(id(point.module), len(layers)) for point in self._points.values()), default=-1)
         stops_early = len(self._points) == len(self.taps) and last + 1 < len(layers)
         self._first_unneeded = layers[last + 1] if stops_early else None

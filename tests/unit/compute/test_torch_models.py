@@ -241,6 +241,49 @@ def test_attn_and_mlp_are_what_is_added(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(total, values[Tap("residual", 0)], atol=1e-4, rtol=1e-4)
 
 
+SCALED = ("ctrl", "afmoe", "recurrent_gemma", "pegasus", "granitemoe")
+
+
+@pytest.mark.parametrize("name", [*SCALED, "t5", "opt"])
+def test_embed_is_what_the_residual_stream_begins_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens at the same position differ by what the embedding adds, whatever the positions add."""
+    from spile.compute import torch_backend
+    from spile.compute.torch_additions import refuse_other_values
+
+    model, taps = load(name, tmp_path), [Tap("embed"), Tap("resid_pre", 0)]
+    found = [torch_backend.Hooks(model, taps).run(torch.full((1, 4), token), None) for token in (7, 9)]
+    embed, begins = (found[0][tap] - found[1][tap] for tap in taps)
+    torch.testing.assert_close(embed, begins, atol=1e-5, rtol=1e-5)
+    refuse_other_values(model, taps)
+    refuse_other_values(model.to(torch.bfloat16), taps)
+    if name not in SCALED:
+        return
+    monkeypatch.setattr(torch_backend, "_TIMES_ROOT_OF_WIDTH", {})
+    monkeypatch.setattr(torch_backend, "_EMBEDDING_SCALES", ())
+    with pytest.raises(UserError, match=r"--taps embed: expected a model that adds 1 times .* --taps resid_pre\.0"):
+        refuse_other_values(model, taps)
+
+
+def test_the_factor_before_a_norm(tmp_path: Path) -> None:
+    from spile.compute.torch_additions import refuse_other_values
+    from spile.compute.torch_backend import Hooks
+
+    model, tokens = load("big_bird", tmp_path), torch.arange(3, 12)[None]
+    refuse_other_values(model, [Tap("embed")])
+    table = model.get_input_embeddings().weight
+    embed = Hooks(model, [Tap("embed")]).run(tokens, None)[Tap("embed")]
+    torch.testing.assert_close(embed, (table[tokens] * 32**0.5).detach())
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS])
+def test_the_embedding_of_every_family_passes_the_check(name: str, tmp_path: Path) -> None:
+    from spile.compute.torch_additions import refuse_other_values
+
+    refuse_other_values(load(name, tmp_path), [Tap("embed")])
+
+
 def test_modules_with_other_values_are_refused(texts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The outputs of Bloom's attention and MLP contain the residual stream."""
     bloom, out = save_model("bloom", tmp_path / "bloom"), tmp_path / "out"
