@@ -498,7 +498,7 @@ def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec, left: i
     from spile.planning.forecast import plan as forecast
 
     spec = worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url))
-    found = forecast(replace(spec, data=of_stream(spec.data, 0)), _COUNTED_SAMPLES)
+    found = forecast(replace(spec, data=of_stream(spec.data)), _COUNTED_SAMPLES)
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * left))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

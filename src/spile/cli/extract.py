@@ -154,9 +154,9 @@ def worker(
     if check:
         from spile.run.worker import check_run
 
-        check_run(_of_stream(found, stream), start_over=clear is not None)
+        check_run(found.for_stream(stream), start_over=clear is not None)
         return 0
-    return run_stream(_of_stream(found, stream), pod, pod.identity(), verbose, clear=clear)
+    return run_stream(found.for_stream(stream), pod, pod.identity(), verbose, clear=clear)
 
 
 def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds: float, verbose: bool) -> int:
@@ -173,18 +173,12 @@ def _run_claimed_streams(spec: RunSpec, pod: PodFlags, name: str | None, seconds
         return work_on_claims(
             spec.data,
             spec.output,
-            lambda stream: run_stream(_of_stream(spec, stream), pod, identity, verbose, hosts),
+            lambda stream: run_stream(spec.for_stream(stream), pod, identity, verbose, hosts),
             worker=name,
             expiry=seconds,
             hosts=hosts,
             log=log,
         )
-
-
-def _of_stream(spec: RunSpec, stream: int) -> RunSpec:
-    from spile.data.split import of_stream
-
-    return replace(spec, data=of_stream(spec.data, stream))
 
 
 def _read_spec(location: str) -> RunSpec:

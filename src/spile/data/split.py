@@ -316,41 +316,54 @@ def _rows_needed(data: DataSpec, streams: int) -> int | None:
     return None if found is None else max(found, streams)
 
 
-def of_stream(data: DataSpec, number: int) -> DataSpec:
-    """Return the data of one stream of a run, with its part of the limits of the run.
-
-    The limits count the first samples of the data: in the order of the input if the streams have its rows in turn,
-    otherwise stream by stream.
+def of_stream(data: DataSpec) -> DataSpec:
+    """Return the data of one stream of a run with its part of the limits of the run.
 
     Raises:
         DataError: The number of samples in the streams before this one is not known.
     """
-    data = replace(data, worker_id=number)
     if data.max_samples is None and data.max_tokens is None and data.max_bytes is None:
         return data
     turn = 1 if data.prompt.pack else data.prompt.predictions_per_task
     if data.of_streams is not None:
-        return replace(
-            data, share=LimitShare(in_turn(data.max_samples, number, data.of_streams, turn), data.of_streams)
-        )
+        return with_share(data, data.of_streams, turn=turn)
     if data.dataset_dir is None:
         return data
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)
     count = len(list_streams(folder)) if manifest is None else len(manifest.streams)
-    own = data.max_samples
     if manifest is not None and manifest.seed is None:
-        own = in_turn(own, number, count, turn)
-    elif own is not None and count > 1:
-        if manifest is None or data.prompt.pack:
-            raise DataError(
-                f"--max-samples with {counted(count, 'stream')} of {folder.url}",
-                expected="the number of samples of each stream, in streams.json",
-                found="no streams.json" if manifest is None else "--pack, which makes other samples of them",
-                fix="limit each stream instead: --max-samples-per-stream",
-            )
-        own = max(0, own - turn * sum(entry.samples for entry in manifest.streams[:number]))
-    return replace(data, share=LimitShare(own, count))
+        return with_share(data, count, turn=turn)
+    if data.max_samples is None or count == 1:
+        return with_share(data, count, before=0)
+    if manifest is None or data.prompt.pack:
+        raise DataError(
+            f"--max-samples with {counted(count, 'stream')} of {folder.url}",
+            expected="the number of samples of each stream, in streams.json",
+            found="no streams.json" if manifest is None else "--pack, which makes other samples of them",
+            fix="limit each stream instead: --max-samples-per-stream",
+        )
+    return with_share(data, count, before=turn * sum(entry.samples for entry in manifest.streams[: data.worker_id]))
+
+
+def with_share(data: DataSpec, streams: int, *, turn: int | None = None, before: int = 0) -> DataSpec:
+    """Return the data with the stream's part of the limits of a run over ``streams`` streams.
+
+    The limits count the first samples of the data: in the order of the input if the streams have its rows in turn,
+    otherwise stream by stream.
+
+    Args:
+        data: The data of a stream.
+        streams: The number of streams of the run.
+        turn: The number of samples that a row makes, if the streams have the rows of the input in turn.
+        before: The number of samples in the streams before this one, if they do not.
+    """
+    own = data.max_samples
+    if turn is not None:
+        own = in_turn(own, data.worker_id, streams, turn)
+    elif own is not None:
+        own = max(0, own - before)
+    return replace(data, share=LimitShare(own, streams))
 
 
 def in_turn(limit: int | None, number: int, streams: int, turn: int) -> int | None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 from spile.data.arc.answers import submission_bytes
+from spile.data.split import with_share
 from spile.errors import Failure, SpecError
 from spile.objects.folder import Folder, ObjectInfo, get_if_present
 from spile.proof.report import Problem
 from spile.spec.identity import RunIdentity
-from spile.spec.run import RunSpec
+from spile.spec.run import DataSpec, RunSpec
 from spile.spec.sample import Prediction
 from spile.spec.taps import row_bytes
 from spile.store.index import read_group
@@ -201,16 +203,20 @@ class OtherFiles:
     def _check_limits(self, run: RunIdentity, spec: RunSpec, streams: Sequence[CheckedLedger]) -> None:
         """Report a stream that ended before the limits that ``spec.json`` asks for now. It never excuses a sample."""
         for ledger in streams:
-            held, data = Ledger().plus(ledger.commits), spec.data
-            if not ledger.complete or held.limit is None or held.limit.flags == data.limits:
+            held = Ledger().plus(ledger.commits)
+            if not ledger.complete or held.limit is None or held.limit.flags == spec.data.limits:
+                continue
+            data = _data_of_stream(spec.data, ledger.record, streams)
+            if data is None:
                 continue
             limit = data.token_limit(row_bytes(ledger.record.identity.rows(run)))
-            asked = held.expected(ledger.total, data.max_samples, limit)
+            asked = held.expected(ledger.total, data.sample_limit, limit)
             if asked is None or asked > held.limit.samples:
-                text = (
-                    f"it ended with {held.limit.flags}, but {SPEC} asks for {data.limits or 'all samples'}; run the "
-                    f"same command again, or prove what it has with --max-samples {held.limit.samples}"
-                )
+                text = f"it ended with {held.limit.flags}, but {SPEC} asks for {data.limits or 'all samples'}; run the "
+                text += "same command again"
+                if held.limit.samples:
+                    alone = "" if len(streams) == 1 else f"--streams {ledger.record.worker_id} "
+                    text += f", or prove what it has with {alone}--max-samples {held.limit.samples}"
                 self.problems.append(Problem("missing", ledger.folder.url, text))
 
     def _check_index(self, key: str, streams: dict[int, CheckedLedger], listed: dict[int, ListedStream]) -> None:
@@ -228,6 +234,20 @@ class OtherFiles:
                     self.problems.append(Problem("damaged", where, text))
         except Failure as error:
             self.problems.append(Problem("damaged", where, f"{error}; delete it, readers do not need it"))
+
+
+def _data_of_stream(data: DataSpec, record: StreamRecord, streams: Sequence[CheckedLedger]) -> DataSpec | None:
+    """Return the data of a stream with its part of the limits of the run; None if the records do not tell its part."""
+    data, identity = replace(data, worker_id=record.worker_id), record.identity
+    if data.dataset_dir is None and data.of_streams is None:
+        return data
+    if identity.streams is None:
+        return None if data.max_samples or data.max_tokens or data.max_bytes else data
+    known = [each.total for each in streams if each.record.worker_id < record.worker_id]
+    before = [total for total in known if total is not None]
+    if identity.turn is None and data.max_samples is not None and len(before) < record.worker_id:
+        return None
+    return with_share(data, identity.streams, turn=identity.turn, before=sum(before))
 
 
 def _read_answers(ledgers: Sequence[CheckedLedger], *, merged: bool) -> Sequence[tuple[int | None, Prediction]]:

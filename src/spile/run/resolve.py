@@ -34,6 +34,7 @@ from spile.compute.torch_backend import (
 from spile.data.prompts import kept_fields
 from spile.data.samples import SampleStream, open_stream
 from spile.data.sources import default_keep
+from spile.data.split import of_stream
 from spile.data.tokens import Tokenizer, load_tokenizer
 from spile.errors import ModelError, RunMismatch, SpecError, UnsupportedModel, untrusted
 from spile.models import model_files
@@ -303,7 +304,7 @@ def resolve(spec: RunSpec, progress: Progress | None = None, *, start_over: bool
 
     """
     progress = progress or Progress()
-    spec = replace(spec, data=stored_tokens(spec.data))
+    spec = replace(spec, data=of_stream(stored_tokens(spec.data)))
     with progress.span("model, tokenizer and data"), ThreadPoolExecutor(2, "spile-start") as threads:
         auto = spec.device == "auto"
         devices = threads.submit(progress.span("devices")(select_device), "auto") if auto else None

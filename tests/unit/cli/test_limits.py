@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import spile as api
+from spile.cli.flags import ExtractFlags
 from spile.compute.producer import TokenLimit
+from spile.data.split import make_streams
 from spile.proof.verification import verify
 from spile.spec.ranges import Ranges
+from spile.spec.run import LIMITS
 from spile.spec.sample import Sample, Skip
 from unit.cli.refusals import lines, spile
 from world import sample_of
@@ -77,6 +81,7 @@ def test_a_limited_stream_with_a_hole_is_not_complete(tmp_path: Path, texts: Pat
 
 
 def edit_spec(output: Path, **fields: object) -> None:
+    """Change fields of the stored spec."""
     spec = output / "spec.json"
     spec.write_text(json.dumps(json.loads(spec.read_text()) | fields))
 
@@ -144,3 +149,90 @@ def test_the_first_samples_are_done_wherever_an_earlier_run_ended() -> None:
     left: list[Sample | Skip] = [sample_of(index) for index in (0, 3, 4, 6, 7)]
     cut = TokenLimit(most=1, stored=10, done=done).cut(left, count=True)
     assert [item.index for item in cut] == [0, 3, 4]
+
+
+# -- several streams ----------------------------------------------------------------------------------------------
+
+
+def begin(texts: Path, streams: int, source: str, *limits: object) -> tuple[str, ...]:
+    """Prepare the streams of a run and return its flags."""
+    if source == "rows in turn":
+        return ("--dataset", str(texts), *map(str, limits))
+    folder = texts.parent / "streams"
+    if not folder.exists():
+        make_streams(str(texts), folder, streams, seed=None if source == "prepared in turn" else 0)
+    return ("--dataset-dir", str(folder), *map(str, limits))
+
+
+def run_streams(output: Path, streams: int, source: str, words: tuple[str, ...]) -> None:
+    """Run each stream with the command of a user or, if the rows are read in turn, with that of a launcher."""
+    for number in range(streams):
+        if source == "rows in turn":
+            flags = ExtractFlags(dataset=words[1], output=str(output), layers=(0,), prompt="text")
+            limit = {words[2].removeprefix("--").replace("-", "_"): int(words[3])} if len(words) > 2 else {}
+            found = flags.spec()
+            data = replace(found.data, of_streams=streams, **limit)
+            words_of_one = ("worker", "--spec", json.dumps(replace(found, data=data).to_dict()), "--stream", number)
+            assert spile(*words_of_one) == 0
+        else:
+            assert spile("extract", *words, "--output", output, *COMMON, "--worker-id", number) == 0
+
+
+@pytest.mark.parametrize("source", ["rows in turn", "prepared in turn", "prepared"])
+@pytest.mark.parametrize("streams", [2, 3])
+def test_the_spec_of_several_streams_is_compared_with_the_share_of_each(
+    tmp_path: Path, texts: Path, streams: int, source: str
+) -> None:
+    output = tmp_path / "out"
+    run_streams(output, streams, source, begin(texts, streams, source, "--max-samples", 10))
+    report = verify(str(output))
+    assert report.ok
+    assert sum(stream.samples for stream in report.streams) == 10
+    own = {stream.number: stream.samples for stream in report.streams}
+
+    def missing(**limits: object) -> list[str]:
+        edit_spec(output, **(dict.fromkeys(LIMITS) | limits))
+        problems = verify(str(output)).all_problems
+        assert all(problem.kind == "missing" for problem in problems)
+        assert all("it ended with --max-samples 10, but spec.json" in problem.text for problem in problems)
+        return [problem.where.rpartition("_")[2] for problem in problems]
+
+    short = [0] if source == "prepared" else [10 % streams]
+    every = [str(number) for number in range(streams)]
+    assert missing(max_samples=9) == missing(max_samples=1) == missing(max_samples=10) == []
+    assert missing(max_samples=11) == [str(number) for number in short]
+    assert missing() == missing(max_samples=1000) == every
+    assert missing(max_samples_per_stream=1000) == every
+    assert missing(max_samples=10, max_samples_per_stream=1000) == []
+    assert missing(max_samples_per_stream=1) == [str(number) for number in own if not own[number]]
+    assert missing(max_tokens=2) == ([] if min(own.values()) else every[1:])
+    assert missing(max_tokens=1_000_000) == every
+    edit_spec(output, max_tokens=None, max_samples=11)
+    (problem,) = verify(str(output)).all_problems
+    assert problem.text.endswith(f"with --streams {short[0]} --max-samples {own[short[0]]}")
+    assert spile("verify", output, "--streams", short[0], "--max-samples", own[short[0]]) == 0
+
+
+@pytest.mark.parametrize("source", ["rows in turn", "prepared in turn", "prepared"])
+def test_a_limit_in_tokens_of_several_streams_is_shared(tmp_path: Path, texts: Path, source: str) -> None:
+    output = tmp_path / "out"
+    run_streams(output, 2, source, begin(texts, 2, source, "--max-tokens", 100))
+    report = verify(str(output))
+    assert report.ok
+    assert all(50 <= stream.tokens < 100 for stream in report.streams)
+    for limits, ok in (
+        ({"max_tokens": 100}, True), ({"max_tokens": 99}, True), ({"max_tokens": 40}, True),
+        ({"max_tokens": 400}, False), ({}, False), ({"max_samples": 2}, True),
+        ({"max_tokens": 100, "max_samples_per_stream": 3}, True), ({"max_bytes": 1000}, True),
+    ):  # fmt: skip
+        edit_spec(output, **(dict.fromkeys(LIMITS) | limits))
+        assert verify(str(output)).ok == ok, limits
+
+
+def test_a_selected_stream_behind_others_of_unknown_size_is_not_reported(tmp_path: Path, texts: Path) -> None:
+    output = tmp_path / "out"
+    run_streams(output, 2, "prepared", begin(texts, 2, "prepared", "--max-samples", 25))
+    edit_spec(output, max_samples=30)
+    assert [stream.ok for stream in verify(str(output)).streams] == [True, True]
+    assert len(verify(str(output)).all_problems) == 1
+    assert verify(str(output), streams=[1]).ok

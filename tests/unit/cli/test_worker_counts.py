@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_the_streams_of_a_folder_have_the_first_samples_stream_by_stream(tmp_pat
 
     def shares(folder: str, **limits: Any) -> list[int | None]:
         spec = DataSpec(dataset_dir=str(tmp_path / folder), **limits)
-        return [of_stream(spec, number).sample_limit for number in range(3)]
+        return [of_stream(replace(spec, worker_id=number)).sample_limit for number in range(3)]
 
     size = len((tmp_path / "shuffled" / "stream_000.jsonl").read_text().splitlines())
     assert shares("shuffled", max_samples=20) == [20, 20 - size, 0]
@@ -165,7 +166,7 @@ def test_the_streams_of_a_folder_have_the_first_samples_stream_by_stream(tmp_pat
     assert shares("turn", max_samples=10) == [4, 3, 3]
     assert shares("turn") == [None] * 3
     spec = DataSpec(dataset_dir=str(tmp_path / "turn"), max_tokens=100)
-    assert [of_stream(spec, number).token_limit(1) for number in range(3)] == [34] * 3
+    assert [of_stream(replace(spec, worker_id=number)).token_limit(1) for number in range(3)] == [34] * 3
     (tmp_path / "shuffled" / "streams.json").unlink()
     with pytest.raises(DataError, match=r"no streams.json. Limit each stream instead: --max-samples-per-stream"):
         shares("shuffled", max_samples=20)
