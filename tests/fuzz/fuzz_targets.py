@@ -68,7 +68,7 @@ from spile.spec.sample import Prediction
 from spile.store.claims import ClaimReader
 from spile.store.cleanup import is_alive
 from spile.store.heartbeat import read_beat
-from spile.store.ledger import Commit, PredictionsRecord, seal
+from spile.store.ledger import FORMAT, Commit, PredictionsRecord, seal
 from spile.store.predictions import read_predictions
 from spile.store.quarantine import Supervision, Trials, read_trials, resume_trials, write_trials
 from spile.store.run import claim_answers, join_run, read_run
@@ -96,7 +96,7 @@ def _resealed(data: bytes) -> bytes:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return data
-    return seal({"format": 1, **value}) if isinstance(value, dict) and _plain(value) else data
+    return seal({"format": FORMAT, **value}) if isinstance(value, dict) and _plain(value) else data
 
 
 def _plain(value: Any) -> bool:

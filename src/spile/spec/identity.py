@@ -12,7 +12,7 @@ from typing import Any
 
 from spile.spec.positions import ALL
 from spile.spec.run import FolderNames, GenerationSpec, PromptSpec
-from spile.spec.taps import SCALED, Tap, TapRows
+from spile.spec.taps import Tap, TapRows
 
 IN_TURN = "rows in turn"
 """The name of the split of a dataset whose streams read their rows from it, instead of from files of their own."""
@@ -61,7 +61,7 @@ class RunIdentity:
     steering: str | None = None
     """A hash of the changed taps, the kinds of changes and the numbers of all vectors; None without ``--steer``."""
     folders: FolderNames = "tpu"
-    """The names of the streams' folders: ``stream`` or, in runs of the guides and of earlier versions, ``tpu``."""
+    """The names of the streams' folders: ``stream`` or, in runs of the guides, ``tpu``."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Compared fields that only a newer version knows. Such a run can be read but not continued."""
 
@@ -82,13 +82,6 @@ class RunIdentity:
             for name, value in sorted(fields.items())
             if name not in _NOT_COMPARED and (name not in _DEFAULTS or value != _DEFAULTS[name])
         }
-
-    @property
-    def format(self) -> int:
-        """The format version of ``run.json``: the first one whose readers find and read all rows."""
-        if self.folders != "tpu":
-            return 3
-        return 2 if self.store_dtype in SCALED or self.positions != ALL else 1
 
     def fingerprint(self) -> str:
         """Return a hash of :meth:`compared`. The header of every shard contains it."""

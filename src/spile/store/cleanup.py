@@ -64,9 +64,7 @@ def remove_unfinished(folder: Folder) -> tuple[int, int]:
 
 def empty_commit(number: int, stream: str, purpose: str) -> Commit:
     """Return a commit without shards that only occupies a number of the ledger."""
-    return Commit(
-        number, new_attempt(), stream, statistics={"purpose": purpose}, created=iso_time(), version=__version__
-    )
+    return Commit(number, new_attempt(), stream, purpose=purpose, created=iso_time(), version=__version__)
 
 
 def fence(folder: Folder, stream: str, number: int, before: str) -> bool:

@@ -21,12 +21,8 @@ from spile.spec.ranges import Ranges
 from spile.spec.sample import QUARANTINED, Part, Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
 
-FORMAT = 1
-"""The version of the format; ``docs/format.md`` describes it."""
-RUN_FORMATS = (1, 2, 3)
-"""The versions of ``run.json``. Version 2 stops readers of version 1, which would misread the rows."""
-STREAM_FORMATS = (1, 2)
-"""The versions of ``stream.json``. In version 2 the data is bound by the hashes of rows in the commits."""
+FORMAT = 4
+"""The version of the format; ``docs/format.md`` describes it. Development versions wrote 1 to 3."""
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = 22
 
@@ -50,11 +46,11 @@ def seal(record: dict[str, Any], *, indent: int | None = None) -> bytes:
     return body + f',"crc32c":"{to_hex(crc32c(body))}"}}\n'.encode()
 
 
-def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dict[str, Any]:
+def unseal(data: bytes, where: str) -> dict[str, Any]:
     """Check and parse a record.
 
     Raises:
-        Damaged: If the record is cut, does not match its checksum, or has a format that this version cannot read.
+        Damaged: If the record is cut, does not match its checksum, or has another format.
 
     """
     tail = _TAIL.fullmatch(data[-_TAIL_LENGTH:])
@@ -67,10 +63,19 @@ def unseal(data: bytes, where: str, formats: tuple[int, ...] = (FORMAT,)) -> dic
     with untrusted(Damaged, f"{where} is not a JSON object"):
         record = json.loads(body + b"}")
     version = record.get("format") if isinstance(record, dict) else None
-    if version not in formats:
-        problem = f"{where} has a format this version cannot read"
-        raise Damaged(problem, expected=formats[-1], found=version, fix="upgrade spile to read it")
+    if version != FORMAT:
+        raise other_version(where, version)
     return dict(record)
+
+
+def other_version(where: str, found: object) -> Damaged:
+    """Return the error for a record with another version of the format."""
+    return Damaged(
+        f"{where} was written by another version of spile",
+        expected=f"format {FORMAT}",
+        found=f"{found!r:.20}",
+        fix="read it with that version, or extract again with another --output",
+    )
 
 
 _MAX_NUMBER = 1 << 53
@@ -183,7 +188,8 @@ class Commit:
     skipped: tuple[Skip, ...] = ()
     end: int | None = None
     """The number of samples of the stream, once a worker has read it to its end."""
-    statistics: Mapping[str, Any] = field(default_factory=dict)
+    purpose: str = ""
+    """Why a commit without samples was created."""
     created: str = ""
     version: str = ""
     parts: tuple[Part, ...] = ()
@@ -201,9 +207,9 @@ class Commit:
                 "shards": [shard.to_json() for shard in self.shards],
                 "skipped": [asdict(skip) for skip in self.skipped],
                 "end": self.end,
-                "statistics": dict(self.statistics),
                 "created": self.created,
                 "version": self.version,
+                **({"purpose": self.purpose} if self.purpose else {}),
                 **({"parts": [astuple(part) for part in self.parts]} if self.parts else {}),
                 **({"limit": asdict(self.limit)} if self.limit else {}),
             }
@@ -224,7 +230,7 @@ class Commit:
                     for skip in fields["skipped"]
                 ),
                 end=None if fields["end"] is None else int(fields["end"]),
-                statistics=dict(fields["statistics"]),
+                purpose=str(fields.get("purpose", "")),
                 created=str(fields["created"]),
                 version=str(fields["version"]),
                 parts=tuple(Part(int(first), int(rows), str(hash_)) for first, rows, hash_ in fields.get("parts", ())),

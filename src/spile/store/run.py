@@ -17,7 +17,7 @@ from spile.spec.positions import ALL
 from spile.spec.records import read_record
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.store.layout import ANSWERS, RUN, SPEC
-from spile.store.ledger import RUN_FORMATS, iso_time, seal, unseal
+from spile.store.ledger import FORMAT, iso_time, seal, unseal
 from spile.version import __version__
 
 _ABSENT = "nothing"
@@ -80,13 +80,13 @@ def join_run(root: Folder, identity: RunIdentity) -> None:
 def _run_bytes(identity: RunIdentity) -> bytes:
     shown = {name: getattr(identity, name) for name in ("adapter", "vocab_size", "steer")}
     record = {
-        "format": identity.format,
+        "format": FORMAT,
         "id": secrets.token_hex(8),
         "fingerprint": identity.fingerprint(),
         "model": identity.model,
         "revision": identity.revision,
         **{name: value for name, value in shown.items() if value},
-        **({} if identity.folders == "tpu" else {"folders": identity.folders}),
+        "folders": identity.folders,
         "numbers": identity.compared(),
         "created": iso_time(),
         "version": __version__,
@@ -107,8 +107,7 @@ def claim_answers(folder: Folder, root: Folder) -> None:
 
 
 def _run_id(root: Folder) -> object:
-    run = _read_record(root) or {}
-    return run.get("id") or run.get("fingerprint")
+    return (_read_record(root) or {}).get("id")
 
 
 def refuse_other_answers(folder: Folder, root: Folder) -> None:
@@ -243,4 +242,4 @@ def _pop_fields(cls: type, prefix: str, compared: dict[str, Any]) -> dict[str, A
 
 def _read_record(root: Folder) -> dict[str, Any] | None:
     data = get_if_present(root, RUN)
-    return None if data is None else unseal(data, f"{root.url}/{RUN}", RUN_FORMATS)
+    return None if data is None else unseal(data, f"{root.url}/{RUN}")

@@ -24,7 +24,7 @@ from spile.spec.ranges import Ranges
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, encode_header, parse_header
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALE_BYTES, SCALED, TapRows
-from spile.store.ledger import FORMAT, ShardRecord
+from spile.store.ledger import FORMAT, ShardRecord, other_version
 from spile.store.statistics import SUMS, TapAccumulator
 
 SCALE = ".scale"
@@ -234,9 +234,7 @@ def parse_shard_header(data: bytes, size: int, where: str) -> ShardHeader:
     except ValueError as error:
         raise Damaged(f"{where} has a header that is not a shard's", found=str(error)) from error
     if (found := header.metadata.get("format_version")) != str(FORMAT):
-        raise Damaged(
-            f"{where} has a header of a format that this version cannot read", expected=f"version {FORMAT}", found=found
-        )
+        raise other_version(where, found)
     unknown = {place.code for place in header.places.values()} - DTYPES.keys()
     tail = tuple(name for name in header.places if name in TAIL)
     if header.length % ALIGN or tail != TAIL or tuple(header.places)[-1] != TAIL[-1] or unknown:

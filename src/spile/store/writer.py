@@ -22,7 +22,6 @@ from spile.spec.taps import Tap
 from spile.store.layout import METADATA, STREAM, commit_key, new_attempt, shard_host, shard_name, stream_folder
 from spile.store.ledger import (
     FORMAT,
-    STREAM_FORMATS,
     Commit,
     Ledger,
     Limit,
@@ -341,7 +340,7 @@ def stream_bytes(record: StreamRecord) -> bytes:
     }
     return seal(
         {
-            "format": FORMAT if record.identity.head is None else STREAM_FORMATS[-1],
+            "format": FORMAT,
             "id": record.id,
             "worker_id": record.worker_id,
             "fingerprint": record.fingerprint,
@@ -363,10 +362,10 @@ def read_stream(folder: Folder) -> StreamRecord | None:
 
 def parse_stream(data: bytes, where: str) -> StreamRecord:
     """Return the content of a ``stream.json``; raise :class:`Damaged`, which names ``where``, if it is malformed."""
-    fields = unseal(data, where, STREAM_FORMATS)
+    fields = unseal(data, where)
     with untrusted(Damaged, f"{where} is not the record of a stream"):
         taps = [Tap.parse(tap) for tap in fields["taps"]]
-        identity = read_record(StreamIdentity, {"lines": None, "samples": None, **fields, "taps": taps})
+        identity = read_record(StreamIdentity, {**fields, "taps": taps})
         if (identity.lines is None) == (identity.head is None):
             raise ValueError("either the number of all rows or of the hashed first ones")
         record = read_record(StreamRecord, {**fields, "identity": identity})

@@ -34,7 +34,7 @@ def test_a_streamed_dataset_is_resumed_completed_and_proven(
     assert run(output, large, "--max-samples", 30) == 0
     assert verify(str(output)).ok
     stream = json.loads((output / "stream_0" / "stream.json").read_text())
-    assert (stream["format"], stream["lines"], stream["samples"]) == (2, None, None)
+    assert (stream["lines"], stream["samples"]) == (None, None)
     assert 0 < stream["head"] < 30
     assert run(output, large) == 0
     (report,) = verify(str(output)).streams

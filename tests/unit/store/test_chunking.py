@@ -23,7 +23,7 @@ from spile.reading.rows import BlockOptions, RowBatch, Selection, rebatch
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Sample
 from spile.spec.taps import TapRows
-from spile.store.ledger import ShardRecord
+from spile.store.ledger import FORMAT, ShardRecord
 from spile.store.shard import CHUNKS, ShardBuilder, ShardSchema, as_stored, parse_shard_header, plan_shard
 from spile.store.shard_reader import ShardReader
 
@@ -183,7 +183,7 @@ def header_of(metadata: dict[str, str], chunks: int = 6, width: int = 2, tokens:
         ("tokens", "I32", (tokens,)),
         ("roles", "U8", (tokens,)),
     ]
-    data, header = encode_header(shapes, {"format_version": "1", **metadata}, align=4096)
+    data, header = encode_header(shapes, {"format_version": str(FORMAT), **metadata}, align=4096)
     return data, header.size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
@@ -18,13 +17,12 @@ from safetensors import deserialize
 
 import spile
 from recomputing import Rows, recompute_with
-from spile.errors import Damaged, RunMismatch
+from spile.errors import RunMismatch
 from spile.models import layers as on_device
 from spile.objects import open_folder
 from spile.proof.verification import verify
 from spile.spec.sample import Sample
 from spile.spec.taps import SCALED, Tap
-from spile.store.ledger import unseal
 from spile.store.run import join_run
 from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
 from spile.store.writer import StreamWriter, join_stream
@@ -145,17 +143,6 @@ def test_any_safetensors_reader_reads_it(tmp_path: Path, dtype: str) -> None:
     rows = np.frombuffer(found["attn.1"]["data"], kind).reshape(found["attn.1"]["shape"]).astype(np.float32)
     scales = np.frombuffer(found["attn.1" + SCALE]["data"], "<f4")
     assert np.array_equal(rows * scales[:, None], next(spile.open(str(tmp_path)).rows("attn.1")))
-
-
-def test_readers_of_version_1_are_asked_to_upgrade(tmp_path: Path) -> None:
-    """They would give the numbers without their scales."""
-    store_of(tmp_path / "int8", "int8")
-    store_of(tmp_path / "plain", "bfloat16")
-    data = (tmp_path / "int8" / "run.json").read_bytes()
-    assert json.loads(data)["format"] == 2
-    with pytest.raises(Damaged, match=r"has a format this version cannot read: expected 1, found 2\. Upgrade spile"):
-        unseal(data, "run.json")
-    assert json.loads((tmp_path / "plain" / "run.json").read_bytes())["format"] == 1
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [("int8", "bfloat16"), ("bfloat16", "int8"), ("int8", "float8_e4m3")])

@@ -58,13 +58,6 @@ def test_a_run_that_another_worker_has_just_begun_under_the_other_name(tmp_path:
     assert found.fingerprint() == run_identity(folders="stream").fingerprint()
 
 
-def test_only_readers_that_know_the_new_name_open_such_a_run(tmp_path: Path) -> None:
-    root = open_folder(str(tmp_path))
-    join_run(root, run_identity(folders="stream"))
-    assert b'"format": 3' in root.get("run.json")
-    assert run_identity().format == 1
-
-
 @pytest.mark.parametrize(("flags", "folder"), [((), "stream_0"), (("--stream-names", "tpu"), "tpu_0")])
 def test_a_run_keeps_the_name_that_it_was_begun_with(tmp_path: Path, flags: tuple[object, ...], folder: str) -> None:
     data, root = lines(tmp_path / "data.jsonl", *DATA), tmp_path / "out"

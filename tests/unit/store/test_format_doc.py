@@ -13,7 +13,7 @@ import spile
 from spile.objects import open_folder
 from spile.spec.sample import Role, Sample
 from spile.spec.taps import SCALED, TapRows
-from spile.store.ledger import Commit, seal
+from spile.store.ledger import FORMAT, Commit, seal
 from spile.store.run import join_run
 from spile.store.shard import ShardBuilder, ShardSchema, as_stored
 from spile.store.writer import join_stream
@@ -77,7 +77,7 @@ def test_the_reader_of_the_page_notices_damage(tmp_path: Path, reader: dict[str,
     path.write_bytes(data)
     with pytest.raises(AssertionError, match=r"residual\.0 is damaged"):
         list(reader["samples"](tmp_path))
-    (tmp_path / "tpu_0" / "stream.json").write_bytes(seal({"format": 1}).replace(b"1", b"2", 1))
+    (tmp_path / "tpu_0" / "stream.json").write_bytes(seal({"format": FORMAT}).replace(b"4", b"2", 1))
     with pytest.raises(AssertionError, match=r"stream\.json is damaged"):
         list(reader["samples"](tmp_path))
 
@@ -108,5 +108,5 @@ def test_the_worked_example_is_what_the_code_writes(tmp_path: Path) -> None:
     body = bytes.fromhex("".join(line[0] for line in lines if line))
     assert length + header.ljust(4088) + body == (tmp_path / record.name).read_bytes()
     assert f"{len(header)} bytes of JSON on one line (broken here), then {4088 - len(header)} spaces" in PAGE
-    commit = Commit(1, "a1b2c3d4e5f6", "0123456789abcdef", (record,), (), None, {}, "2026-01-16T14:32:15Z", "0.1.0")
+    commit = Commit(1, "a1b2c3d4e5f6", "0123456789abcdef", (record,), created="2026-01-16T14:32:15Z", version="0.1.0")
     assert block("json", heading, 1) == commit.to_bytes().decode()

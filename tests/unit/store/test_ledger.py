@@ -23,7 +23,7 @@ from spile.store.layout import (
     stream_folder,
     stream_number,
 )
-from spile.store.ledger import Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
+from spile.store.ledger import FORMAT, Commit, Ledger, ShardRecord, read_commits, read_ledger, seal, unseal
 from spile.store.run import join_run, read_run
 from spile.store.writer import StreamWriter, join_stream, read_stream
 from world import produce, run_identity, sample_of, stream_identity, write_shard
@@ -78,7 +78,7 @@ def test_a_commit_record_survives_its_json() -> None:
     record = ShardRecord(
         "shard_0001-abcd.safetensors", 5000, 1, (4096, 0xFFFFFFFF), {"tokens": 7}, Ranges([(0, 3), (5, 6)]), 4, 40
     )
-    commit = Commit(3, "att1", "id", (record,), tuple(skips(9)), 10, {"a": [1]}, "2026-11-15T12:00:00Z", "0")
+    commit = Commit(3, "att1", "id", (record,), tuple(skips(9)), 10, "a test", "2026-11-15T12:00:00Z", "0")
     assert Commit.from_bytes(commit.to_bytes(), "x") == commit
     with pytest.raises(Damaged, match="counts 5 samples and lists 4"):
         Commit.from_bytes(_resealed(commit), "x")
@@ -166,16 +166,22 @@ def test_a_garbled_record_is_named(folder: Folder, key: str, how: str) -> None:
         "torn": data[:-30],
         "flipped": data.replace(b'"format', b'"farmot', 1),
         "empty": b"",
-        "no object": seal({"format": 1, "nothing": 0}),
+        "no object": seal({"format": FORMAT, "nothing": 0}),
     }[how]
     folder.put(key, bad)
     with pytest.raises(Damaged, match=key):
         read_everything(folder)
 
 
-def test_a_later_format_is_refused_with_advice() -> None:
-    with pytest.raises(Damaged, match=r"expected 1, found 2\. Upgrade spile"):
-        unseal(seal({"format": 2}), "x")
+@pytest.mark.parametrize("version", [1, 2, 3, 5, None, "4"])
+@pytest.mark.parametrize("key", ["tpu_0/commits/0001.json", "tpu_0/stream.json", "run.json"])
+def test_a_record_of_another_version_is_refused_by_name(folder: Folder, key: str, version: object) -> None:
+    produce(folder, 12)
+    fields = unseal(folder.get(key), key)
+    folder.put(key, seal({**fields, "format": version}))
+    expected = rf"{key} was written by another version of spile: expected format {FORMAT}, found {version!r}\. Read it"
+    with pytest.raises(Damaged, match=expected):
+        read_everything(folder)
 
 
 def test_a_commit_under_another_number_is_damage(folder: Folder) -> None:
