@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from spile.compute.batches import Batch
 from spile.compute.mesh import AXES, MeshPlan, arrange_devices, describe_mesh
-from spile.compute.producer import DoesNotCompile, OutOfDeviceMemory, Producer, RowBlock, check_tokens, pack
+from spile.compute.producer import DoesNotCompile, OutOfDeviceMemory, Producer, RowBlock, check_tokens, not_finite, pack
 from spile.compute.progress import Progress
 from spile.compute.sizes import UNRELEASED, choose_sizes
 from spile.errors import Failure
@@ -342,9 +342,7 @@ class DeviceProducer(Producer):
 
     def _refuse_infinite(self, finite: np.ndarray[Any, Any]) -> None:
         found = sorted(number for number, good in zip(self._order, finite, strict=True) if not good.all())
-        bad = ", ".join(str(self.taps[number]) for number in found)
-        fix = "use --store-dtype bfloat16, which holds larger values" if self._store_dtype == "float16" else None
-        raise Failure(f"NaN or infinity at {bad}", expected="finite activations", fix=fix)
+        raise not_finite([self.taps[number] for number in found], self._store_dtype)
 
     def _out_of_memory(self, failure: Failure, shape: _Shape) -> Failure:
         """Return the failure. On a pod, lack of memory ends the run: the other hosts may not have noticed it."""

@@ -23,6 +23,7 @@ from spile.spec.positions import ALL, ANSWER, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import RunSpec
 from spile.spec.sample import Sample, Skip
+from spile.spec.taps import Tap
 
 Decision = Literal["continue", "commit", "stop"]
 """Continue; commit the open shards and continue; or commit them and end."""
@@ -34,6 +35,12 @@ class OutOfDeviceMemory(Failure):
 
 class DoesNotCompile(Failure):
     """A compiler refuses a program for the devices that are here."""
+
+
+def not_finite(taps: Iterable[Tap], store_dtype: str) -> Failure:
+    """Return the error for taps with NaN or infinity."""
+    fix = "use --store-dtype bfloat16, which holds larger values" if store_dtype == "float16" else None
+    return Failure(f"NaN or infinity at {', '.join(map(str, taps))}", expected="finite activations", fix=fix)
 
 
 class Control:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from spile.compute.answers import Answer, AnswerProducer
 from spile.compute.batches import Batch
-from spile.compute.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens
+from spile.compute.producer import OutOfDeviceMemory, Producer, RowBlock, check_tokens, not_finite
 from spile.compute.progress import Progress
 from spile.compute.threads import Channel, ThreadGroup, ThreadsEnded
 from spile.compute.torch_additions import refuse_other_values
@@ -177,8 +177,7 @@ def copy_rows(tap: Tap, value: Any, store_dtype: str) -> Rows:
 def encode_rows(tap: Tap, rows: Rows, store_dtype: str) -> Rows:
     """Return rows as they are stored; refuse NaN and infinity."""
     if rows.dtype.kind not in "iu" and not np.isfinite(rows.astype(np.float32)).all():
-        fix = "use --store-dtype bfloat16, which holds larger values" if store_dtype == "float16" else None
-        raise Failure(f"NaN or infinity at {tap}", expected="finite activations", fix=fix)
+        raise not_finite([tap], store_dtype)
     return as_stored(rows, tap.stored_as(store_dtype, rows.shape[1]))
 
 

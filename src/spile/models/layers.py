@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from spile.models.architecture import ModelConfig
 from spile.models.attention import precision
 from spile.models.params import Layer
-from spile.spec.taps import SCALE_BYTES, SCALED
+from spile.spec.taps import SCALE_BYTES, SCALED, STORED_TYPES
 
 Hidden = Float[Array, "rows seq d_model"]
 Hook = Callable[[str, Array], Array]
@@ -117,8 +117,8 @@ def finite_rows(rows: Array) -> Array:
 def encode(x: Array, dtype: str) -> Array:
     """Encode ``[…, width]`` as ``[…, width + 4]`` bytes: the numbers, and then the row's scale as a float32."""
     wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    scale = largest / 127.0 if dtype == "int8" else _float8_scale(largest)
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / STORED_TYPES[dtype].largest
+    scale = scale if dtype == "int8" else _power_of_two(scale)
     scale = jnp.where(scale < _TINY, 0.0, scale)
     part = jnp.where(scale > 0, wide / scale, 0.0)
     if dtype == "int8":
@@ -131,8 +131,8 @@ def encode(x: Array, dtype: str) -> Array:
     return jnp.concatenate([numbers, behind], axis=-1)
 
 
-def _float8_scale(largest: Array) -> Array:
+def _power_of_two(scale: Array) -> Array:
     """Compute the next power of two from the bits, because no device's logarithm is exact."""
-    bits = jax.lax.bitcast_convert_type(largest / 448.0, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(scale, jnp.int32)
     exponent = jnp.maximum((bits + 0x7FFFFF) >> 23, 1)
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)

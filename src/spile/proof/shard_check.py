@@ -18,7 +18,9 @@ from spile.spec.identity import RunIdentity
 from spile.spec.positions import ANSWER, LAST_CONTENT, choose_positions
 from spile.spec.ranges import Ranges
 from spile.spec.run import EVERY_FIELD
+from spile.spec.safetensors import DTYPES
 from spile.spec.sample import Prediction, Role
+from spile.spec.taps import STORED_TYPES
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import Decode, find_answer_problems, outside_vocabulary, read_predictions
 from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
@@ -28,13 +30,12 @@ from spile.store.writer import StreamRecord
 
 _PIECE = 8 << 20
 """Bytes that are read at once, in whole chunks, at least one chunk."""
-# A value is infinite or NaN if all bits of its exponent are set.
-_EXPONENT = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
-    "F8_E4M3": (np.uint8, 0x7F),  # It has no infinity, and only these bits are NaN.
+_INFINITY = {
+    code: np.array(np.inf, np.float32).astype(DTYPES[code]).view(f"u{size}") & (1 << 8 * size - 1) - 1
+    for code, size, _ in STORED_TYPES.values()
+    if DTYPES[code].kind != "i"
 }
+"""The bits of infinity: a value that has them all is infinite or NaN. float8 has no infinity; this is its NaN."""
 
 
 def check_shard(
@@ -241,9 +242,8 @@ def _check_bytes(shard: ShardReader, run: RunIdentity, count_bytes: Callable[[in
         check = _StatisticsCheck(shard, name) if name + SUMS in shard.header.places else None
         for begin, end in shard.pieces(name, _PIECE):
             data = shard.chunks(name, begin, end)
-            if name not in TAIL and place.code in _EXPONENT:
-                kind, ones = _EXPONENT[place.code]
-                bad += int(np.count_nonzero((np.frombuffer(data, kind) & ones) == ones))
+            if name not in TAIL and (ones := _INFINITY.get(place.code)) is not None:
+                bad += int(np.count_nonzero((np.frombuffer(data, ones.dtype) & ones) == ones))
             if check is not None:
                 rows = np.frombuffer(data, place.dtype).reshape(-1, place.shape[1])
                 check.add(first, shard.decoded(name, first, rows))

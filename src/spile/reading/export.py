@@ -23,6 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.format import dtype_to_descr, write_array_header_1_0
@@ -39,7 +40,7 @@ from spile.spec.options import check_number
 from spile.spec.positions import ALL
 from spile.spec.safetensors import encode_header
 from spile.spec.sample import Role
-from spile.spec.taps import Tap
+from spile.spec.taps import STORED_TYPES, Tap
 from spile.store.layout import METADATA
 
 HOOKS = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
@@ -129,7 +130,7 @@ class Export:
             converted = rows.astype(self.dtype)
         lost = 0 if self.dtype == "float32" else int(np.count_nonzero(np.isinf(converted) & np.isfinite(rows)))
         if lost:
-            largest = {"float16": 65504.0, "bfloat16": 3.38953e38}[self.dtype]
+            largest = float(ml_dtypes.finfo(self.dtype).max)  # type: ignore[no-untyped-call]
             raise DataError(
                 f"--dtype {self.dtype}: {lost} values of {what}",
                 expected=f"at most {largest:g}",
@@ -580,7 +581,7 @@ def _write_speculators(export: Export, folder: Path) -> int:
     states.mkdir()
 
     def batches() -> Iterator[Any]:
-        code = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[export.dtype]
+        code = STORED_TYPES[export.dtype].code
         for number, tokens, mask, rows in _draft_samples(export, f"residual.{export.dataset.run.n_layers - 1}"):
             header, _ = encode_header([("token_ids", "I64", tokens.shape), ("hidden_states", code, rows.shape)], {})
             content = header + tokens.tobytes() + rows.tobytes()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,17 +18,13 @@ from spile.reading.shuffle import Shuffled
 if TYPE_CHECKING:
     from spile.reading.readers import ShuffledReaders
 
-# Dtypes that torch has and NumPy does not: an integer of the same size, and the torch dtype of its bits.
-_BITS: dict[np.dtype[Any], tuple[Any, torch.dtype]] = {
-    np.dtype(ml_dtypes.bfloat16): (np.int16, torch.bfloat16),
-    np.dtype(ml_dtypes.float8_e4m3fn): (np.uint8, torch.float8_e4m3fn),
-}
-
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor that shares the memory of an array."""
-    kind, dtype = _BITS.get(array.dtype, (None, None))
-    return torch.from_numpy(array) if kind is None else torch.from_numpy(array.view(kind)).view(dtype)
+    if array.dtype.isbuiltin != 2:
+        return torch.from_numpy(array)
+    # torch has the dtypes of ml_dtypes under the same names.
+    return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
 def _tensors(batch: Any) -> Any:

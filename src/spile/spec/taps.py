@@ -83,9 +83,27 @@ REPORTED = frozenset({"head_out", "pattern", "pattern_ids", "loss", "logits", "l
 """Kinds that the model does not compute with, so that they cannot be edited."""
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "float8_e4m3": 1}
-SCALED = ("int8", "float8_e4m3")
-"""One-byte dtypes with one scale per row: see :mod:`spile.store.shard`."""
+
+
+class StoredType(NamedTuple):
+    """A data type of stored numbers."""
+
+    code: str
+    """Its name in a shard, by which :data:`spile.spec.safetensors.DTYPES` has the NumPy dtype."""
+    bytes: int
+    largest: float = 0.0
+    """The number that stands for the largest of a row, if each row has a scale: see :mod:`spile.store.shard`."""
+
+
+STORED_TYPES = {
+    "bfloat16": StoredType("BF16", 2),
+    "float32": StoredType("F32", 4),
+    "float16": StoredType("F16", 2),
+    "int8": StoredType("I8", 1, 127.0),
+    "float8_e4m3": StoredType("F8_E4M3", 1, 448.0),
+    "int32": StoredType("I32", 4),
+}
+SCALED = tuple(name for name, stored in STORED_TYPES.items() if stored.largest)
 SCALE_BYTES = 4
 _SCALED_MULTIPLE = 8
 """The length of a row of a scaled dtype is a multiple of this, so that all later tensors of a shard are aligned."""
@@ -159,7 +177,7 @@ class TapRows:
     @property
     def number_bytes(self) -> int:
         """The bytes of the numbers of a row."""
-        return self.width * _BYTES[self.dtype]
+        return self.width * STORED_TYPES[self.dtype].bytes
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -23,17 +22,15 @@ from spile.objects.folder import Folder, Writer
 from spile.spec.ranges import Ranges
 from spile.spec.safetensors import DTYPES, SafetensorsHeader, encode_header, parse_header
 from spile.spec.sample import Sample
-from spile.spec.taps import SCALE_BYTES, SCALED, TapRows
+from spile.spec.taps import SCALE_BYTES, SCALED, STORED_TYPES, TapRows
 from spile.store.ledger import FORMAT, ShardRecord, other_version
 from spile.store.statistics import SUMS, TapAccumulator
 
 SCALE = ".scale"
 """The suffix of the tensor that contains a tap's scales."""
-_LARGEST = {"int8": 127.0, "float8_e4m3": 448.0}
 LIMIT = 248 * 2.0**120
 """Larger numbers (3.3e38) may be infinite when they are decoded."""
-_NUMBERS: dict[str, np.dtype[Any]] = {"int8": np.dtype(np.int8), "float8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn)}
-_FLOAT8 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_FLOAT8 = np.arange(256, dtype=np.uint8).view(DTYPES["F8_E4M3"]).astype(np.float32)
 _Array = npt.NDArray[Any]
 
 
@@ -54,13 +51,17 @@ def encode(rows: _Array, dtype: str) -> npt.NDArray[np.int8]:
         part = np.where(scale > 0, wide / scale, np.float32(0))
         if dtype == "int8":
             part = np.clip(np.rint(part), -127, 127)
-        numbers = part.astype(_NUMBERS[dtype])
+        numbers = part.astype(_number(dtype))
     return np.concatenate([numbers.view(np.int8), scale.astype("<f4").view(np.int8)], axis=1)
+
+
+def _number(dtype: str) -> np.dtype[Any]:
+    return DTYPES[STORED_TYPES[dtype].code]
 
 
 def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
     with np.errstate(all="ignore"):
-        scale = largest / np.float32(_LARGEST[dtype])
+        scale = largest / np.float32(STORED_TYPES[dtype].largest)
     if dtype == "float8_e4m3":  # The next power of two: dividing by it is exact.
         exponent = np.maximum((scale.view(np.int32) + 0x7FFFFF) >> 23, 1)
         scale = (exponent << 23).astype(np.int32).view(np.float32)
@@ -70,7 +71,7 @@ def _scale(largest: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float
 
 def split(rows: npt.NDArray[np.int8], dtype: str) -> tuple[_Array, npt.NDArray[np.float32]]:
     """Split the output of :func:`encode` into a shard's two tensors: numbers ``[n, width]`` and scales ``[n]``."""
-    numbers = np.ascontiguousarray(rows[:, :-SCALE_BYTES]).view(_NUMBERS[dtype])
+    numbers = np.ascontiguousarray(rows[:, :-SCALE_BYTES]).view(_number(dtype))
     return numbers, np.ascontiguousarray(rows[:, -SCALE_BYTES:]).view("<f4")[:, 0]
 
 
@@ -98,11 +99,6 @@ POSITIONS, CONTEXT, CONTEXT_OFFSETS = "positions", "context", "context_offsets"
 TAIL = ("offsets", "sample_index", CHUNKS, "tokens", "roles")
 PREVIEW = 200
 """The number of characters of a preview that are stored, so that a header stays small."""
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-def _code(dtype: str) -> str:
-    return "F8_E4M3" if dtype == "float8_e4m3" else _CODES[np.dtype(dtype)]
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class ShardSchema:
         ``tokens`` is the number of rows; ``context`` is the number of all tokens if some have no rows.
         """
         return {
-            **{tap.name: (_code(tap.dtype), (tokens, tap.width)) for tap in self.rows},
+            **{tap.name: (STORED_TYPES[tap.dtype].code, (tokens, tap.width)) for tap in self.rows},
             **{name: ("F64", (2, width)) for name, width in self.sums().items()},
             "offsets": ("I64", (samples + 1,)),
             "sample_index": ("I64", (samples,)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,13 @@ from recomputing import Rows, recompute_with
 from spile.errors import RunMismatch
 from spile.models import layers as on_device
 from spile.objects import open_folder
+from spile.proof.shard_check import _INFINITY
 from spile.proof.verification import verify
+from spile.reading.export import ExportDtype
+from spile.spec.run import StoreDtype
+from spile.spec.safetensors import DTYPES
 from spile.spec.sample import Sample
-from spile.spec.taps import SCALED, Tap
+from spile.spec.taps import SCALED, STORED_TYPES, Tap
 from spile.store.run import join_run
 from spile.store.shard import LIMIT, SCALE, as_stored, decode, encode, split
 from spile.store.writer import StreamWriter, join_stream
@@ -195,3 +200,26 @@ def test_recompute_allows_for_the_error_of_the_encoding_and_no_more(tmp_path: Pa
     push = {"int8": 1.05, "float8_e4m3": 1.25}[dtype]
     report = verify(str(tmp_path), recompute=recompute_with(again(push)), k=6)
     assert {problem.kind for problem in report.all_problems} == {"wrong"}
+
+
+def test_every_stored_type_is_declared_once() -> None:
+    assert {*get_args(StoreDtype), "int32"} == set(STORED_TYPES), "int32: ids of tokens and positions"
+    assert {*get_args(ExportDtype)} == {name for name in get_args(StoreDtype) if name not in SCALED}
+    for stored in STORED_TYPES.values():
+        assert DTYPES[stored.code].itemsize == stored.bytes
+
+
+@pytest.mark.parametrize("dtype", get_args(StoreDtype))
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_found_in_the_bytes_of_every_type(dtype: str, value: float) -> None:
+    """A scaled type marks the row in its float32 scale."""
+    rows = as_stored(np.array([[1.0, value, 448.0, -448.0]], np.float32), dtype)
+    code = "F32" if dtype in SCALED else STORED_TYPES[dtype].code
+    rows = split(rows, dtype)[1] if dtype in SCALED else rows
+    ones = _INFINITY[code]
+    assert np.count_nonzero(rows.view(ones.dtype) & ones == ones) == 1
+
+
+def test_every_bit_pattern_of_float8_that_is_nan_is_found() -> None:
+    bits, ones = np.arange(256, dtype=np.uint8), _INFINITY["F8_E4M3"]
+    assert ((bits & ones == ones) == np.isnan(bits.view(DTYPES["F8_E4M3"]).astype(np.float32))).all()
