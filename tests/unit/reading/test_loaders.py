@@ -89,7 +89,7 @@ def test_torch_states_and_context(dataset: Dataset) -> None:
     rows = dataset.torch(["attn.1", "residual.0"], batch_rows=64, context=True)
     iterator = iter(rows)
     first = next(iterator)
-    assert set(first) == {"rows", "tokens", "roles", "streams", "samples", "positions"}
+    assert set(first) == {"rows", "tokens", "roles", "streams", "samples", "places", "positions"}
     assert first["rows"]["attn.1"].dtype == torch.bfloat16
     again = dataset.torch(["attn.1", "residual.0"], batch_rows=64, context=True)
     again.load_state_dict(rows.state_dict())
