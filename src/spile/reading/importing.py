@@ -1,8 +1,8 @@
 """``spile import``: pickles of earlier extraction scripts become a dataset.
 
 A file is ``shard_0001.pkl.gz`` with ``{layer: [{"sample_idx", "activation", "shape", "text_preview"}, …]}``. A pickle
-is a program, and these files may come from anyone. So :func:`read_pickle` allows the few instructions that such a file
-needs, resolves no name and builds every array itself. Size, number of instructions and sample indices are bounded.
+is a program, and these files may come from anyone. So :func:`read_pickle` knows only a few names and builds every array
+itself. Size, number of instructions and sample indices are bounded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import gzip
 import hashlib
 import pickle
+import pickletools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
-from io import BufferedIOBase
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ UNKNOWN_TOKEN = -1
 _MAX_EXPANSION = 10  # Bytes that a compressed byte may become. Activations compress by a factor of 1.1 to 3.
 _ALWAYS_ALLOWED = 256 << 20  # unpacked bytes that are accepted for any size of the compressed file
 _MAX_INSTRUCTIONS = 4_000_000  # Instructions of one pickle. A sample takes about fifty.
+_MAX_DEPTH = 100  # Tuples in tuples.
 _MAX_LAYERS = 100_000
 _MAX_MISSING = 100_000  # sample indices without a sample that are accepted, in addition to twenty for each sample
 
@@ -76,7 +78,7 @@ class _Dtype:
             raise _Refused("it has a dtype that is no number")
         self.value: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
 
-    def build(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         """Apply the byte order. Anything else that a state can set, such as fields or flags, is refused."""
         plain = isinstance(state, tuple) and len(state) >= 5 and state[2:5] == (None, None, None)
         if not plain or state[1] not in ("<", ">", "|", "="):
@@ -92,10 +94,21 @@ class _PickledArray:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def build(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         """Make the array from (version, shape, dtype, Fortran order, bytes)."""
         _, shape, dtype, fortran, data = state
         self.value = _array(data, dtype, shape, "F" if fortran is True else "C")
+
+    @classmethod
+    def from_buffer(cls, *parts: Any) -> _PickledArray:
+        found = cls()
+        found.value = _array(*parts)
+        return found
+
+    @classmethod
+    def scalar(cls, dtype: Any, data: Any) -> int | float:
+        value = _array(data, dtype, (1,), "C")[0]
+        return int(value) if dtype.value.kind in "iub" else float(value)
 
 
 def _array(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
@@ -108,55 +121,26 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     return np.frombuffer(data, dtype.value).reshape(shape, order=order)
 
 
-def _from_buffer(*parts: Any) -> _PickledArray:
-    found = _PickledArray()
-    found.value = _array(*parts)
-    return found
-
-
-def _scalar(dtype: Any, data: Any) -> int | float:
-    value = _array(data, dtype, (1,), "C")[0]
-    return int(value) if dtype.value.kind in "iub" else float(value)
-
-
-class _Dict(dict[Any, Any]):
-    """A dict of plain keys only: the hash of a deeply nested tuple overflows the C stack."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if type(key) not in (int, str):
-            raise _Refused("it has a dict with keys other than numbers and strings")
-        super().__setitem__(key, value)
-
-
 _NAMES: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): "ndarray",
     ("ml_dtypes", "bfloat16"): "bfloat16",
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _PickledArray for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
-    **{(f"numpy.{core}.numeric", "_frombuffer"): _from_buffer for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _PickledArray.scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _PickledArray.from_buffer for core in ("core", "_core")},
 }
-"""What the names in a pickle are replaced by: functions of this module and plain texts, never the named objects."""
-_ALLOWED = (
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
-    *("GET", "BINGET", "LONG_BINGET", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"),
-)
-"""The instructions of a pickle of plain containers, numbers, strings and arrays."""
-_Base: Any = pickle._Unpickler
+"""What the names in a pickle are replaced by, never the named objects: with NumPy's own, a pickle can set pointers.
+
+A pickle can set attributes of what it names, unless that has ``__setstate__`` or, as a bound method, no attributes.
+"""
 
 
-class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
-    """The unpickler of the standard library, restricted to few instructions and to the names of ``_NAMES``."""
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that knows the names of ``_NAMES`` only."""
 
-    def __init__(self, file: _Bounded) -> None:
+    def __init__(self, file: BytesIO, size: int) -> None:
         super().__init__(file, encoding="latin1")
-        self._bounded = file
-        self._count = self._encoded = 0
+        self._left = size
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
@@ -167,76 +151,68 @@ class _Unpickler(_Base):  # type: ignore[misc]  # its attributes have no types
 
     def _encode(self, text: str, encoding: str) -> bytes:
         """Old protocols write bytes as text."""
-        if encoding not in ("latin1", "latin-1"):
-            raise _Refused("it encodes text")
-        self._encoded += len(text)
-        if self._encoded > self._bounded.bytes_read:  # one text can be encoded many times
-            raise _Refused("its bytes are larger than the file")
+        self._left -= len(text)
+        if encoding not in ("latin1", "latin-1") or self._left < 0:  # one text can be encoded many times
+            raise _Refused("it encodes text, or more text than the file has")
         return text.encode("latin1")
 
-    def _build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if not isinstance(target, _Dtype | _PickledArray):
-            raise _Refused("it sets the state of something that is no array or dtype")
-        target.build(state)
 
-    def _dict(self) -> None:
-        if self.pop_mark():
-            raise _Refused("it has a dict that was filled before it was made")
-        self.append(_Dict())
+def _check_instructions(file: BytesIO) -> None:
+    """Refuse a pickle that would take much more memory than its bytes, or overflow the C stack, while it is loaded.
 
-    def _bytes(self) -> None:
-        """Read first: the standard library allocates the bytes that are announced."""
-        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
-
-
-_REPLACEMENTS: dict[str, Callable[[_Unpickler], None]] = {
-    "BUILD": _Unpickler._build,
-    "EMPTY_DICT": lambda unpickler: unpickler.append(_Dict()),
-    "DICT": _Unpickler._dict,
-    "BYTEARRAY8": _Unpickler._bytes,
-}
-"""What these instructions do here."""
-
-
-def _instruction(name: str) -> Callable[[_Unpickler], None]:
-    load = _REPLACEMENTS.get(name) or _Base.dispatch[getattr(pickle, name)[0]]
-
-    def step(unpickler: _Unpickler) -> None:
-        unpickler._count += 1
-        if unpickler._count > _MAX_INSTRUCTIONS:
+    The stack and the memo are followed, with the number of tuples nested in each object: C code hashes nested tuples
+    without a limit. An unpickler skips bytes if an instruction crosses the end of its frame.
+    """
+    file.seek(0)
+    stack: list[int] = []
+    marks = [0]
+    memo: dict[int, int] = {}
+    frame = 0
+    steps: Iterable[tuple[pickletools.OpcodeInfo, Any, Any]] = pickletools.genops(file)
+    for count, (step, value, start) in enumerate(steps):
+        before, first = step.stack_before, len(stack) - len(step.stack_before)
+        if pickletools.markobject in before:
+            first = marks.pop() - before.index(pickletools.markobject)
+        if count >= _MAX_INSTRUCTIONS:
             raise _Refused(f"it has more than {_MAX_INSTRUCTIONS:,} instructions")
-        load(unpickler)
+        if not marks or first < marks[-1]:
+            raise _Refused(f"it has the instruction {step.name} where none is expected")
+        if start < frame and (frame < file.tell() or step.name == "FRAME"):
+            raise _Refused("it has an instruction that crosses the end of its frame")
+        depth = max(stack[first:], default=0) + step.name.startswith("TUPLE")
+        del stack[first:]
+        if step.name == "MARK":
+            marks.append(len(stack))
+        elif step.name.endswith("GET"):
+            stack.append(memo[value])
+        else:
+            stack += [depth] * len(step.stack_after)
+        if step.name == "FRAME":
+            frame = file.tell() + value
+        elif step.name.endswith("PUT") or step.name == "MEMOIZE":
+            place = len(memo) if value is None else value
+            memo[place] = stack[-1]
+            if place > count:  # the unpickler allocates all places before this one
+                raise _Refused("it has a memo with gaps")
+        if depth > _MAX_DEPTH:
+            raise _Refused("it has tuples that are nested deeply")
+    file.seek(0)
 
-    return step
 
-
-_Unpickler.dispatch = {getattr(pickle, name)[0]: _instruction(name) for name in _ALLOWED}
-
-
-class _Bounded:
-    """A file that refuses to give more than a number of bytes."""
-
-    def __init__(self, file: BufferedIOBase, limit: int) -> None:
-        self._file, self._limit = file, limit
-        self.bytes_read = 0
-        """Bytes that were read."""
-
-    def read(self, size: int) -> bytes:
-        self._refuse_beyond(self.bytes_read + size)
-        data = self._file.read(size)
-        self.bytes_read += len(data)
-        return data
-
-    def readline(self) -> bytes:
-        data = self._file.readline(self._limit - self.bytes_read + 1)
-        self.bytes_read += len(data)
-        self._refuse_beyond(self.bytes_read)
-        return data
-
-    def _refuse_beyond(self, count: int) -> None:
-        if count > self._limit:
-            raise _Refused("it unpacks to much more than activations do, or is cut off")
+def _unpacked(path: Path) -> BytesIO:
+    """Return the content of a file, which may be compressed."""
+    content = BytesIO()
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        limit = max(_ALWAYS_ALLOWED, _MAX_EXPANSION * size) if packed else size
+        with closing(gzip.GzipFile(fileobj=file) if packed else file) as source:
+            while piece := source.read(1 << 20):
+                content.write(piece)
+                if content.tell() > limit:
+                    raise _Refused("it unpacks to much more than activations do")
+    return content
 
 
 def read_pickle(path: Path) -> _Content:
@@ -247,26 +223,18 @@ def read_pickle(path: Path) -> _Content:
     """
     where = str(path)
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            limit = max(_ALWAYS_ALLOWED, _MAX_EXPANSION * size) if packed else size
-            source = gzip.GzipFile(fileobj=file) if packed else file
-            with closing(source):
-                bounded = _Bounded(source, limit)
-                content = _Unpickler(bounded).load()
-    except (_Refused, KeyError) as error:
-        raise DataError(
-            f"{where} is refused",
-            expected="a pickle of dicts, lists, tuples, strings, numbers and arrays",
-            found=f"it has the instruction {error}" if isinstance(error, KeyError) else str(error),
-        ) from error
+        unpacked = _unpacked(path)
+        size = unpacked.tell()
+        _check_instructions(unpacked)
+        content = _Unpickler(unpacked, size).load()
+    except _Refused as error:
+        expected = "a pickle of dicts, lists, tuples, strings, numbers and arrays"
+        raise DataError(f"{where} is refused", expected=expected, found=str(error)) from error
     except (OSError, EOFError) as error:
         raise DataError(f"{where} cannot be read", found=str(error)) from error
     except Exception as error:  # pickle and zlib raise many types for damaged files
         raise DataError(f"{where} is not a pickle", found=f"{type(error).__name__}: {str(error)[:80]}") from error
-    return _checked(content, where, max(_ALWAYS_ALLOWED, bounded.bytes_read))
+    return _checked(content, where, max(_ALWAYS_ALLOWED, size))
 
 
 def _checked(content: Any, where: str, left: int) -> _Content:

@@ -198,7 +198,7 @@ HOSTILE: dict[str, bytes] = {
     "ndarray as a function": _with(_Call(np.ndarray, ((1000, 4), _FLOATS))),
     "an array that was never filled": _with(_Call(_NEW, (np.ndarray, (1000, 4), b"f"))),
     "a memo of a thousand million": b"\x80\x02]r\x00\x00\x00\x10.",
-    "two million lists": b"\x80\x02" + b"]" * 2_000_000 + b"\x80\x02].",
+    "twenty million lists": b"\x80\x02" + b"]" * 20_000_000 + b"\x80\x02].",
     "a key that is nested a million times": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
     "a text that is encoded many times": b"\x80\x02](X\x00\x00\x00\x04"
     + b"a" * (1 << 26)
@@ -225,6 +225,10 @@ HOSTILE: dict[str, bytes] = {
     "a number of a million digits": b"L" + b"9" * 1_000_000 + b"L\n.",
     "nothing on the stack": b"\x80\x02R.",
     "a mark alone": b"(.",
+    "a mark that POP removes": b"\x80\x02})" + b"(0\x85" * 300_000 + b"K\x01s.",
+    "a memo of a thousand million behind a frame": b"\x80\x04\x95"
+    + (4).to_bytes(8, "little")
+    + b"NB\7\0\0\0\0\0r\0\0\0\x10.",
 }
 
 
@@ -281,15 +285,21 @@ def test_a_pickle_that_attacks_numpy_or_memory_is_refused(
     assert len(said) < 400
 
 
+def test_a_pickle_cannot_change_what_its_names_mean(tmp_path: Path) -> None:
+    (tmp_path / "evil.pkl").write_bytes(b"\x80\x02cnumpy._core.multiarray\nscalar\n(N}X\x0c\0\0\0__defaults__)stb.")
+    with pytest.raises(DataError, match="AttributeError"):
+        read_pickle(tmp_path / "evil.pkl")
+
+
 def test_a_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
-    """Four gigabytes of zeros in four megabytes, as one string."""
+    """300 MiB of zeros in 1.4 MB."""
     import zlib
 
     size = 4 << 30
     packer = zlib.compressobj(1, wbits=31)
     with (tmp_path / "bomb.pkl.gz").open("wb") as file:
         file.write(packer.compress(b"\x80\x04\x8e" + size.to_bytes(8, "little")))
-        for _ in range(64):
+        for _ in range(300):
             file.write(packer.compress(bytes(1 << 20)))
         file.write(packer.flush())
     with pytest.raises(DataError, match="unpacks to much more than activations do"):
