@@ -188,11 +188,14 @@ class OtherFiles:
             self.problems.append(Problem("damaged", where, str(error)))
             return
         found = [(name, ours, RUN, theirs) for name, theirs, ours in spec_differences(run, spec)]
-        for ledger in streams:
-            if taps != ledger.record.identity.taps:
-                own = " ".join(map(str, ledger.record.identity.taps))
-                found.append(("taps", " ".join(map(str, taps)), f"{ledger.path}/{STREAM}", own))
-                break
+        # Streams may have different taps: the spec is that of the last command, whose stream may not be selected.
+        if (
+            streams
+            and not self._named.get("not selected")
+            and all(taps != each.record.identity.taps for each in streams)
+        ):
+            own = " ".join(map(str, streams[0].record.identity.taps))
+            found.append(("taps", " ".join(map(str, taps)), f"{streams[0].path}/{STREAM}", own))
         for name, ours, record, theirs in found:
             text = f"{name} is {ours}, but {theirs} in {record}"
             self.problems.append(Problem("damaged", where, text))

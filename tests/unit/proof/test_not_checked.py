@@ -13,6 +13,7 @@ from tests.fakes.gcs import FakeGcs
 
 import spile as package
 from backends import Clouds
+from spile.data.split import make_streams
 from spile.errors import Damaged
 from spile.objects import Folder, open_folder
 from spile.proof.report import Report
@@ -135,6 +136,22 @@ def test_the_spec_is_compared_where_records_state_the_same(
     assert found in problem.text
     (root / "spec.json").write_text(json.dumps(spec | {"batch_size": 7, "output": "elsewhere", "seed": 0}))
     assert package.verify(root).ok
+
+
+def test_streams_with_different_taps_are_proven(tmp_path: Path) -> None:
+    """The spec is that of the last command."""
+    texts = lines(tmp_path / "texts.jsonl", *({"text": str(n)} for n in range(6)))
+    make_streams(str(texts), tmp_path / "streams", 2)
+    root = tmp_path / "out"
+    for number in (0, 1):
+        data = tmp_path / "streams" / f"stream_00{number}.jsonl"
+        assert spile("extract", "--dataset", data, "--output", root, "--layers", number) == 0
+    assert package.verify(root).ok
+    assert package.verify(root, streams=[0]).ok
+    spec = json.loads((root / "spec.json").read_text())
+    (root / "spec.json").write_text(json.dumps(spec | {"layers": "3"}))
+    (problem,) = package.verify(root).all_problems
+    assert "taps is residual.3, but residual.0 in stream_0/stream.json" in problem.text
 
 
 def test_a_spec_that_asks_for_more_than_a_limited_run_has(tmp_path: Path) -> None:
