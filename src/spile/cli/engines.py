@@ -41,13 +41,13 @@ def extract_on_engine(flags: RunFlags, engine: EngineOptions) -> int:
 def part_workers(command: str, root: str, flags: WorkerOptions) -> Iterator[RunParts | None]:
     """Yield a function that runs ``spile COMMAND ROOT --part PART`` on an engine; None if the flags ask for none."""
     from spile.engines.registry import make_engine
-    from spile.engines.run import absolute_folder
     from spile.store.parts import divide
+    from spile.store.run import absolute_path
 
     if not flags.requested:
         yield None
         return
-    place = absolute_folder(root)
+    place = absolute_path(root)
     # Only the report belongs to stdout, but Ray prints there when it loses a node.
     with redirect_stdout(sys.stderr), closing(make_engine(flags, root)) as runner:
         if runner.elsewhere:

@@ -134,7 +134,7 @@ def worker(
 
     Args:
         spec: The run spec: a file, an object of a bucket, its JSON text, or - for standard input.
-        stream: The number of the stream.
+        stream: The number of the stream. [default: that of a spec whose data is one stream]
         clear: With --stream: first remove what the stream holds, if its stream.json still has this hash. spile extract
             --overwrite passes it; a worker that is started again resumes.
         check: With --stream: only check the spec, the model and the data, and write nothing.
@@ -149,6 +149,7 @@ def worker(
             if value is not None:
                 raise SpecError("--claim", expected=f"no {flag}", found=f"{flag} {value}")
         return _run_claimed_streams(found, pod, worker_name, claim_seconds, verbose)
+    stream = found.one_stream if stream is None else stream
     if stream is None:
         raise SpecError("--stream", expected="the number of a stream, or --claim", found="neither")
     if check:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 from spile.data.manifest import StreamsManifest, read_manifest
@@ -26,11 +25,19 @@ from spile.engines.supervisor import (
 )
 from spile.errors import DataError, Failure, SpecError, UserError
 from spile.objects import open_folder
-from spile.reading.dataset import STORED, stored_tokens
+from spile.reading.dataset import stored_tokens
 from spile.spec.amounts import counted
-from spile.spec.run import EMBEDDED, DataSpec, RunSpec
+from spile.spec.run import EMBEDDED, STORED, DataSpec, RunSpec
 from spile.store.layout import SPLIT
-from spile.store.run import refuse_other_spec, stored_spec, write_spec
+from spile.store.run import (
+    absolute_name,
+    absolute_path,
+    absolute_paths,
+    is_location,
+    refuse_other_spec,
+    stored_spec,
+    write_spec,
+)
 from spile.store.snapshot import SnapshotReader, StreamView
 
 Log = Callable[[str], None]
@@ -83,13 +90,13 @@ def run_on_engine(
     clear, output = clear or {}, spec.output
     runner = make_engine(engine, output)
     try:
-        typed = _with_absolute_paths(spec)
+        typed = _for_workers(spec)
         data = typed.data.dataset_dir or typed.data.dataset.removeprefix(STORED)
-        inputs = tuple(filter(_is_location, (data, typed.model)))
+        inputs = tuple(filter(is_location, (data, typed.model)))
         with cluster_check(typed.output, inputs) as asked:
             runner.check(asked)
         _check_run(runner, typed, clear)
-        spec = _with_absolute_paths(_with_streams(spec, runner, engine.num_streams, log))
+        spec = _for_workers(_with_streams(spec, runner, engine.num_streams, log))
         root = open_folder(spec.output)
         refuse_other_spec(root, replace(spec, data=stored_tokens(spec.data)))
         url = write_spec(root, spec)
@@ -114,7 +121,7 @@ def has_streams(spec: RunSpec) -> bool:
     stored = stored_spec(open_folder(spec.output))
     if stored is None:
         return False
-    return stored.data.of_streams is not None or stored.data.dataset_dir == absolute_folder(_split_of(spec))
+    return stored.data.of_streams is not None or stored.data.dataset_dir == absolute_path(_split_of(spec))
 
 
 def _split_of(spec: RunSpec) -> str:
@@ -129,7 +136,7 @@ def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
         SpileError: What a run of one worker would report, with the same exit code.
     """
     folder = spec.data.dataset_dir
-    number = 0 if folder is None else min(task.stream for task in stream_tasks(folder, lambda _: ()))
+    number = spec.data.worker_id if folder is None else min(task.stream for task in stream_tasks(folder, lambda _: ()))
     words = ("worker", "--spec", json.dumps(spec.to_dict()), "--stream", str(number), "--check")
     runner.start(StreamTask(number, (*words, *(("--clear", clear[number]) if number in clear else ()))))
     ends: Sequence[WorkerEnd] = ()
@@ -148,33 +155,15 @@ def _tasks(data: DataSpec, url: str, clear: Mapping[int, str]) -> list[StreamTas
 
     if data.dataset_dir is not None:
         return stream_tasks(data.dataset_dir, words)
-    return [StreamTask(stream, words(stream)) for stream in range(data.of_streams or 1)]
+    numbers = [data.worker_id] if data.of_streams is None else range(data.of_streams)
+    return [StreamTask(stream, words(stream)) for stream in numbers]
 
 
-def _with_absolute_paths(spec: RunSpec) -> RunSpec:
-    """Return the spec that every worker gets. Paths are absolute, because workers start in other folders."""
-    folder = spec.data.dataset_dir
-    data = replace(spec.data, dataset=_absolute(spec.data.dataset))
-    if folder is not None:
-        data = replace(data, dataset=EMBEDDED, dataset_dir=absolute_folder(folder), split=None, config_name=None)
-    copy = None if spec.local_copy is None else absolute_folder(spec.local_copy)
-    return replace(spec, model=_absolute(spec.model), data=data, output=absolute_folder(spec.output), local_copy=copy)
-
-
-def _is_location(name: str) -> bool:
-    """Return whether the name is a path or a URL and not a name on the hub."""
-    return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
-
-
-def absolute_folder(place: str) -> str:
-    return place if "://" in place else str(Path(place).expanduser().absolute())
-
-
-def _absolute(name: str) -> str:
-    """Return a path as an absolute path; names on the hub and URLs stay."""
-    if name.startswith(STORED):
-        return STORED + absolute_folder(name.removeprefix(STORED))
-    return absolute_folder(name) if _is_location(name) else name
+def _for_workers(spec: RunSpec) -> RunSpec:
+    """Return the spec that every worker gets, with absolute paths: workers start in other folders."""
+    if spec.data.dataset_dir is not None:
+        spec = replace(spec, data=replace(spec.data, dataset=EMBEDDED, split=None, config_name=None))
+    return absolute_paths(spec)
 
 
 def _stream_count(dataset: str, spec: RunSpec, workers: int) -> int:
@@ -203,7 +192,7 @@ def _with_streams(spec: RunSpec, runner: Engine, num_streams: int | None, log: L
     in_turn = _continue_without_split(spec, num_streams, log)
     stored = spec.data.dataset.startswith(STORED)
     if in_turn is None and (
-        stored or not runner.elsewhere or "://" in spec.data.dataset or not _is_location(spec.data.dataset)
+        stored or not runner.elsewhere or "://" in spec.data.dataset or not is_location(spec.data.dataset)
     ):
         in_turn = _with_rows_in_turn(spec, num_streams or runner.workers, log)
     if in_turn is not None:
@@ -234,8 +223,8 @@ def _continue_without_split(spec: RunSpec, num_streams: int | None, log: Log) ->
     if stored is None:
         return None
     old = stored.data
-    requested = (None, _absolute(spec.data.dataset), spec.data.split, spec.data.config_name)
-    stored_flags = (old.dataset_dir, _absolute(old.dataset), old.split, old.config_name)
+    requested = (None, absolute_name(spec.data.dataset), spec.data.split, spec.data.config_name)
+    stored_flags = (old.dataset_dir, absolute_name(old.dataset), old.split, old.config_name)
     if requested != stored_flags:
         raise DataError(
             f"{spec.output} holds streams of another dataset",
@@ -248,7 +237,8 @@ def _continue_without_split(spec: RunSpec, num_streams: int | None, log: Log) ->
         raise SpecError("--num-streams", expected=f"{count}, as at the start of the run", found=str(num_streams))
     log(f"{counted(count, 'stream')} of {spec.data.dataset}, as at the start of the run")
     pinned = spec.data.dataset_revision or old.dataset_revision
-    return replace(spec, data=replace(spec.data, worker_id=0, of_streams=old.of_streams, dataset_revision=pinned))
+    data = replace(spec.data, worker_id=old.worker_id, of_streams=old.of_streams, dataset_revision=pinned)
+    return replace(spec, data=data)
 
 
 def _data_flags(folder: str | None, dataset: str, split: str | None, config_name: str | None) -> str:

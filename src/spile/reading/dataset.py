@@ -38,7 +38,7 @@ from spile.reading.samples import (
 from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import DataSpec
+from spile.spec.run import STORED, DataSpec
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
@@ -475,10 +475,6 @@ def _open(root: _Root, model: str | None) -> Dataset:
             found="none",
         )
     return Dataset(folder, run, open_streams(folder, run), model)
-
-
-STORED = "spile:"
-"""What ``--dataset`` begins with if it names a stored dataset, whose tokens are the data."""
 
 
 class TokenRows:

@@ -13,7 +13,7 @@ from spile.data.manifest import list_streams, read_manifest
 from spile.errors import DataError, Fenced, Interrupted, SpileError, found_late
 from spile.objects import open_folder
 from spile.run.pod.pod import WorkerGroup
-from spile.spec.run import LIMITS, DataSpec, stream_file_number
+from spile.spec.run import LIMITS, DataSpec
 from spile.store.claims import CLAIM_SECONDS, Claim, ClaimBook
 from spile.store.snapshot import SnapshotReader, State, StreamView
 
@@ -129,8 +129,7 @@ def take_unfinished(
 def planned_streams(data: DataSpec) -> dict[int, PlannedStream]:
     """Return the streams of the data, by number."""
     if data.dataset_dir is None:  # the rows of one dataset, in turn or by a single stream
-        first = stream_file_number(data.dataset) or 0
-        numbers = range(data.of_streams) if data.of_streams is not None else [first]
+        numbers = range(data.of_streams) if data.of_streams is not None else [data.worker_id]
         return {number: PlannedStream(1, data.limits) for number in numbers}
     folder = open_folder(data.dataset_dir)
     manifest = read_manifest(folder)

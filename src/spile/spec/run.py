@@ -51,6 +51,9 @@ SPEC_VERSION = 1
 EMBEDDED = "embedded"
 """The name of the model and of the dataset that are part of the package."""
 
+STORED = "spile:"
+"""What ``--dataset`` begins with if it names a stored dataset, whose tokens are the data."""
+
 DEFAULT_ENCODER = "GridShapeEncoder(RowNumberEncoder(MinimalGridEncoder()))"
 
 EVERY_FIELD = "*"
@@ -460,6 +463,12 @@ class RunSpec:
         taps = select_taps(self.taps, self.layers, n_layers, self.heads, self.top_k, self.attention_top)
         refuse_mean_of_ids(self.positions, taps)
         return taps if self.gradients == "none" else with_gradients(taps)
+
+    @property
+    def one_stream(self) -> int | None:
+        """The number of the only stream of the data; None if the data has several."""
+        several = self.data.dataset_dir is not None or self.data.of_streams is not None
+        return None if several else self.data.worker_id
 
     def for_stream(self, stream: int) -> RunSpec:
         """Return this spec for one stream of the dataset."""

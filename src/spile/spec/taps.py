@@ -422,3 +422,10 @@ class Steer:
             expected = "patch:ROOT#SAMPLE" if kind == "patch" else "the name of a safetensors file"
             raise SpecError(f"--steer {text}", expected=expected, found=repr(change))
         return cls(tap, kind, source, name, 1.0 if scaled is None else float(scaled[2]))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """Return the change in a form that :meth:`parse` reads."""
+        if self.kind == "zero":
+            return f"{self.tap}=zero"
+        name, scale = f"#{self.name}" if self.name else "", f":{self.scale!r}" if self.kind == "add" else ""
+        return f"{self.tap}={self.kind}:{self.source}{name}{scale}"

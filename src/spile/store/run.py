@@ -6,7 +6,8 @@ import json
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from spile.errors import Damaged, RunMismatch, SpecError, untrusted
@@ -15,7 +16,8 @@ from spile.objects.folder import Folder, NotFound, get_if_present
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL
 from spile.spec.records import read_record
-from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.run import EMBEDDED, STORED, DataSpec, GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.taps import Steer
 from spile.store.layout import ANSWERS, RUN, SPEC
 from spile.store.ledger import FORMAT, iso_time, seal, unseal
 from spile.version import __version__
@@ -131,12 +133,53 @@ def refuse_other_answers(folder: Folder, root: Folder) -> None:
 def write_spec(root: Folder, spec: RunSpec) -> str:
     """Write ``spec.json`` next to ``run.json``, unless it holds this spec already, and return its location.
 
-    The number of the stream is not stored: every worker of the run starts from the same file.
+    Every worker of the run starts from the same file, in any folder: paths are absolute, and the number of the stream
+    is stored only if the data has one.
     """
-    content = spec.for_stream(0).to_json()
+    content = absolute_paths(spec if spec.one_stream is not None else spec.for_stream(0)).to_json()
     if get_if_present(root, SPEC) != content:
         root.put(SPEC, content)
     return f"{root.url}/{SPEC}"
+
+
+def absolute_paths(spec: RunSpec) -> RunSpec:
+    """Return the spec with absolute paths. Names on the hub and URLs stay."""
+    steers = map(Steer.parse, spec.steer)
+    paths: dict[str, Any] = {
+        name: absolute_path(value)
+        for name in ("output", "local_copy", "checkpoint_dir", "answers_dir")
+        if (value := getattr(spec, name)) is not None
+    }
+    folder = spec.data.dataset_dir
+    return replace(
+        spec,
+        model=absolute_name(spec.model),
+        adapter=spec.adapter and absolute_name(spec.adapter),
+        data=replace(
+            spec.data,
+            dataset=absolute_name(spec.data.dataset),
+            dataset_dir=folder and absolute_path(folder),
+        ),
+        steer=tuple(str(replace(each, source=each.source and absolute_path(each.source))) for each in steers),
+        **paths,
+    )
+
+
+def absolute_path(place: str) -> str:
+    """Return a path as an absolute path; a URL stays."""
+    return place if "://" in place else str(Path(place).expanduser().absolute())
+
+
+def absolute_name(name: str) -> str:
+    """Return a path as an absolute path; a name on the hub or a URL stays."""
+    if name.startswith(STORED):
+        return STORED + absolute_path(name.removeprefix(STORED))
+    return absolute_path(name) if is_location(name) else name
+
+
+def is_location(name: str) -> bool:
+    """Return whether the name is a path or a URL and not a name on the hub."""
+    return "://" in name or name.startswith((".", "/", "~")) or (name != EMBEDDED and Path(name).exists())
 
 
 def refuse_other_spec(root: Folder, spec: RunSpec) -> None:

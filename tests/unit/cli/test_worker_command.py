@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +12,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.fakes.gcs import FakeGcs
 
+import spile as api
 from fleet.ssh.loopback import wait_until
+from spile.data.split import make_streams
 from spile.errors import RunMismatch
 from spile.objects import open_folder
+from spile.proof.verification import verify
 from spile.reading.dataset import open as open_dataset
 from spile.spec.run import DataSpec, GenerationSpec, PromptSpec, RunSpec
 from spile.store.claims import ClaimBook
@@ -163,3 +170,50 @@ def handles_sigterm(pid: int) -> bool:
     text = Path(f"/proc/{pid}/status").read_text()
     caught = int(next(line for line in text.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
     return bool(caught & 1 << (signal.SIGTERM - 1))
+
+
+# -- a stored spec in other folders ---------------------------------------------------------------------------------
+
+
+def test_a_stored_spec_works_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, output and vectors were named by relative paths."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "stream_005.jsonl", *({"text": f"text {n}"} for n in range(5)))
+    save_file({"v": np.ones(192, np.float32)}, "v.safetensors")
+    words = ("--layers", "0", "--checkpoint-dir", "state", "--steer", "residual.1=v.safetensors#v:0.5")
+    assert spile("extract", "--dataset", "stream_005.jsonl", "--output", "out", *words, "--max-samples", "2") == 0
+    spec = tmp_path / "out" / "spec.json"
+    stored = json.loads(spec.read_text())
+    assert {stored[name] for name in ("dataset", "output", "checkpoint_dir")} == {
+        str(tmp_path / name) for name in ("stream_005.jsonl", "out", "state")
+    }
+    assert (stored["worker_id"], stored["model"]) == (5, "embedded")
+    assert stored["steer"] == [f"residual.1=add:{tmp_path}/v.safetensors#v:0.5"]
+    spec.write_text(json.dumps(stored | {"max_samples": None}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert spile("worker", "--spec", spec) == 0
+    assert not list(Path().iterdir())
+    assert [path.name for path in spec.parent.glob("stream_*")] == ["stream_5"]
+    report = verify(str(spec.parent))
+    assert (report.ok, report.streams[0].samples) == (True, 5)
+    assert spile("worker", "--spec", spec, "--claim") == 0
+    assert [path.name for path in spec.parent.glob("stream_*")] == ["stream_5"]
+
+
+def test_a_dataset_that_was_moved_is_read_proven_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "then").mkdir()
+    monkeypatch.chdir(tmp_path / "then")
+    lines(Path("texts.jsonl"), *({"text": f"text {n}"} for n in range(6)))
+    make_streams("texts.jsonl", Path("streams"), 2, seed=None)
+    for number in range(2):
+        words = ("--dataset-dir", "streams", "--worker-id", number, "--output", "out", "--layers", "0")
+        assert spile("extract", *words) == 0
+    (tmp_path / "then" / "out").rename(tmp_path / "now")
+    shutil.rmtree(tmp_path / "then")
+    monkeypatch.chdir(tmp_path)
+    dataset = api.open("now")
+    assert len(dataset) == 6
+    assert [sample.text for sample in dataset] == [f"text {n}" for n in range(6)]
+    assert spile("verify", "now", "--recompute", "2") == 0
+    assert spile("export", "now", "--to", "npy", "--output", "exported") == 0
