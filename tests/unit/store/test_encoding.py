@@ -205,8 +205,9 @@ def test_recompute_allows_for_the_error_of_the_encoding_and_no_more(tmp_path: Pa
 def test_every_stored_type_is_declared_once() -> None:
     assert {*get_args(StoreDtype), "int32"} == set(STORED_TYPES), "int32: ids of tokens and positions"
     assert {*get_args(ExportDtype)} == {name for name in get_args(StoreDtype) if name not in SCALED}
-    for stored in STORED_TYPES.values():
+    for name, stored in STORED_TYPES.items():
         assert DTYPES[stored.code].itemsize == stored.bytes
+        assert DTYPES[stored.code].name.removesuffix("fn") == name
 
 
 @pytest.mark.parametrize("dtype", get_args(StoreDtype))
