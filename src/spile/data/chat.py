@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
 
-from spile.data import template_child
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from spile.data.tokens import Span, Tokenizer
 from spile.errors import DataError, ModelError
 from spile.spec.sample import Role
@@ -40,67 +41,63 @@ class Rendered:
     spans: tuple[Span, ...] | None
 
 
-class TemplateProcess:
-    """A child process that renders templates, started at first use and again after a template has ended it."""
-
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def render(self, source: str, **variables: Any) -> str:
-        """Return the rendered text.
-
-        Raises:
-            ModelError: The template has a syntax error.
-            DataError: The template refuses the messages, fails on them or exceeds the limits on time and memory.
-
-        """
-        request = json.dumps({"source": source, "variables": variables}).encode() + b"\n"
-        with self._lock:
-            answer = self._ask(request)
-        if "text" in answer:
-            return answer["text"]
-        if answer["error"] == "syntax":
-            raise ModelError("the model's chat template cannot be read", found=answer["message"])
-        raise DataError(f"the model's chat template {answer['error']} these messages", found=answer["message"])
-
-    def _ask(self, request: bytes) -> dict[str, str]:
-        if self._child is None:
-            self._child = self._start()
-        reply = b""
-        if self._child.stdin is not None and self._child.stdout is not None:
-            try:
-                self._child.stdin.write(request)
-                self._child.stdin.flush()
-                reply = self._child.stdout.readline()
-            except BrokenPipeError:
-                pass  # the child has ended; the missing reply is handled below
-        if reply.endswith(b"\n"):
-            answer: dict[str, str] = json.loads(reply)
-            return answer
-        self.close()
-        limits = f"{template_child.CPU_SECONDS} s of CPU time or {template_child.MEMORY_BYTES >> 20} MiB of memory"
-        return {"error": template_child.FAILS, "message": f"it exceeds the limit of {limits}"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        program = str(Path(template_child.__file__))
-        # -P: the program's own folder is not searched for modules.
-        return subprocess.Popen(  # noqa: S603
-            [sys.executable, "-P", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            child.communicate()
+_TODAY = datetime(2024, 7, 26)
+"""The date that ``strftime_now`` returns: a prompt must not depend on the day on which it was rendered."""
+_MAX_MESSAGE = 500
+"""Characters of the message of an error, which a template can make as long as a text."""
 
 
-_PROCESS = TemplateProcess()
-atexit.register(_PROCESS.close)
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """Serialise without the HTML escapes of Jinja's own filter."""
+    options = {key: more[key] for key in ("separators", "sort_keys") if key in more}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the text that a model is trained on; it renders as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012  declared like this in the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Template:
+    """Return a template in the dialect and the sandbox of transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.globals.pop("lipsum")
+    environment.filters.pop("random")  # a prompt must be the same each time it is rendered
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment.from_string(source)
+
+
+def _render(source: str, variables: Mapping[str, Any]) -> str:
+    """Return the rendered text.
+
+    Raises:
+        ModelError: The template has a syntax error.
+        DataError: The template refuses the messages or fails on them.
+
+    """
+    try:
+        return _compile(source).render(variables)
+    except TemplateSyntaxError as error:
+        raise ModelError("the model's chat template cannot be read", found=str(error)[:_MAX_MESSAGE]) from None
+    except (TemplateError, TypeError, ValueError) as error:
+        problem, found = "the model's chat template refuses these messages", str(error)
+    except Exception as error:  # noqa: BLE001  a template is a program and can raise anything
+        problem, found = "the model's chat template fails on these messages", f"{type(error).__name__}: {error}"
+    raise DataError(problem, found=found[:_MAX_MESSAGE])
 
 
 @dataclass(eq=False)
@@ -124,14 +121,8 @@ class ChatTemplate:
         return Rendered(text, self._spans(messages, answer, text))
 
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
-        return _PROCESS.render(
-            self.source,
-            messages=list(messages),
-            tools=None,
-            documents=None,
-            add_generation_prompt=answer,
-            **self.named,
-        )
+        variables = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": answer}
+        return _render(self.source, {**variables, **self.named})
 
     def rejects_system(self) -> bool:
         """Return whether the template refuses or drops system messages, so that they must be joined to the user's."""

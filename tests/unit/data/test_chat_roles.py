@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 from typing import Any
 
 import pytest
@@ -148,48 +147,19 @@ def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
             template(attack).render([{"role": "user", "content": "x"}])
 
 
-DOUBLED = "{% set ns = namespace(s=START) %}{% for i in range(60) %}{% set ns.s = ns.s OPERATOR ns.s %}{% endfor %}"
-DEEP = "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-BOMBS = {
-    "doubled text": DOUBLED.replace("START", "'xxxx'").replace("OPERATOR", "~"),
-    "doubled list": DOUBLED.replace("START", "[1]").replace("OPERATOR", "+"),
-    "squared integer": DOUBLED.replace("START", "2").replace("OPERATOR", "*") + "{{ ns.s }}",
-    "nested lists": DEEP + "{{ ns.l }}",
-    "long output": "{% set s = 'x' * 16000000 %}{% for i in range(1000) %}{{ s }}{% endfor %}",
-    "kept texts": "{% set ns = namespace(l=[]) %}{% for i in range(1000) %}"
-    "{% set ns.l = ns.l + ['y' * 16000000 ~ i] %}{% endfor %}",
-    "recursive macro": "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}",
-    "membership in a long list": "{% set l = [1] * 9999999 %}{% for i in range(99999) %}{{ 2 in l }}{% endfor %}",
-    "length of a generator": "{% for i in range(99999) %}"
-    "{{ range(99999) | map('string') | list | length }}{% endfor %}",
-    "wide field": "{{ '{:>4000000000}'.format(1) }}",
-    "replacement": "{% set a = 'x' * 16000000 %}{{ a.replace('x', 'y' * 1000) }}",
-    "quadratic regular expression": "{% set s = '<' * 400000 %}{% for i in range(99) %}{{ s | striptags | length }}"
-    "{{ s | urlize | length }}{% endfor %}",
-}
-_LATE = (
-    "membership in a long list",
-    "length of a generator",
-    "quadratic regular expression",
-    "squared integer",
-    "nested lists",
-)
-"""Ended by the limit of time, as the nested loops are, or by that of memory, as the doubled text is, but later."""
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in _LATE else name for name in BOMBS]
+    ("source", "found"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: maximum recursion"),
+        ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "RecursionError: maximum recursion"),
+        ("{% for i in range(999999999) %}{% endfor %}", "OverflowError: Range too big"),
+    ],
 )
-def test_a_template_that_exceeds_the_limits_ends_in_one_line(name: str) -> None:
-    """A template runs in a process of its own, so that neither time nor memory of this one is at stake."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(DataError, match=r"the model's chat template (refuses|fails on) these messages") as error:
-        template(BOMBS[name]).render([{"role": "user", "content": "x"}])
+def test_a_template_that_fails_is_reported_in_one_line(source: str, found: str) -> None:
+    with pytest.raises(DataError, match=f"the model's chat template fails on these messages: found {found}") as error:
+        template(source).render([{"role": "user", "content": "x"}])
     assert "\n" not in str(error.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
-    assert template(CHATML).render([{"role": "user", "content": "x"}]).text  # the next template is not affected
 
 
 def test_the_message_of_a_template_is_short() -> None:
