@@ -71,10 +71,6 @@ class Cloud:
         self.lock = threading.RLock()
         self.without_capacity: set[str] = set()
         self.quota: dict[str, int] = {}
-        self.quota_infos: list[dict[str, Any]] = []
-        """What the Cloud Quotas API answers. It is not enforced: ``quota`` is."""
-        self.refused: set[str] = set()
-        """Permissions that the caller does not have."""
         self._on_start, self._on_stop = on_start, on_stop
         # Ids are unique across clouds, as in the real one: the processes of a VM are found and killed by its id.
         self._first_id = 7_000_000_000_000_000_000 + secrets.randbelow(10**11) * 10**6

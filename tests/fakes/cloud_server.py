@@ -28,8 +28,6 @@ from tests.fakes.server import FakeReply, FaultyServer, Request
 
 _RUNTIMES = ("tpu-ubuntu2204-base", "v2-alpha-tpuv5-lite", "v2-alpha-tpuv5", "v2-alpha-tpuv6e")
 _PATH = re.compile(r"^/(v2|v2alpha1)/projects/[^/]+(?:/locations(?:/([^/:]+)(?:/(\w+)(?:/([^/:]+))?)?)?)?(?::(\w+))?$")
-_PERMISSIONS = re.compile(r"^/v1/projects/[^:]+:testIamPermissions$")
-_QUOTAS = re.compile(r"^/v1/projects/[^/]+/locations/global/services/tpu\.googleapis\.com/quotaInfos$")
 _COMPUTE = re.compile(r"^/compute/v1/projects/([^/]+)(?:/zones/([^/]+))?$")
 
 
@@ -88,13 +86,8 @@ class Api:
             raise Lost
 
     def _route(self, method: str, path: str, params: Mapping[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        cloud = self.cloud
         if compute := _COMPUTE.match(path):
             return _compute(compute.group(1), compute.group(2))
-        if _PERMISSIONS.match(path):
-            return {"permissions": [each for each in body["permissions"] if each not in cloud.refused]}
-        if _QUOTAS.match(path):
-            return _page("quotaInfos", cloud.quota_infos, params)
         missing = ApiError(404, f"The requested URL {path} was not found on this server.")
         found = _PATH.match(path)
         if found is None:

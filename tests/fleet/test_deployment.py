@@ -246,7 +246,7 @@ def test_a_slice_of_two_hosts_is_a_worker_like_any_other(world: World) -> None:
     """Both hosts run the same command, act as one worker, and are one machine that deletes itself."""
     log = world.folder / "monitor.txt"
     with log.open("w") as out:
-        process = world.start(*DEPLOY, "--zones", A, "--tpu-type", "v4-16", "--max-samples", "40", log=out)
+        process = world.start(*DEPLOY, "--zones", A, "--tpu-type", "v5p-16", "--max-samples", "40", log=out)
         finish(world, process, log, 200)
     homes = sorted(path.name for path in (world.folder / "cloud" / A).glob("*/*"))
     assert homes == ["host0", "host1"]

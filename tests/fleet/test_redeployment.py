@@ -291,56 +291,11 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, promp
         assert (code, f"would be created: no machine {reason}" in text) == (0, True), text
     code, text = prompt(*words, "--create-tpus", "--monitor")
     assert code == 0, text
-    assert "would be created: 2 machines v3-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
+    assert "would be created: 2 machines v5litepod-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
     assert "to boot, install, load and compile" in text
     assert "\nnothing was created\n" in text
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []
-
-
-def quota_info(name: str, location: str, value: str | None) -> dict[str, Any]:
-    details = {} if value is None else {"value": value}
-    return {"quotaId": name, "dimensionsInfos": [{"applicableLocations": [location], "details": details}]}
-
-
-@pytest.mark.parametrize(
-    ("infos", "code", "output"),
-    [
-        ([], 0, "us-central1-a: quota for v5litepod-16 is not known"),
-        ([("TPUV5sLitepodPerProjectPerZoneForTPUAPI", A, "0")], 0, "v5litepod-16 is not known"),
-        ([("TPUV5sPreemptibleLitepodServingPerProjectPerZoneForTPUAPI", A, "0")], 0, "v5litepod-16 is not known"),
-        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, "32")], 0, "ForTPUAPI is 32; the fleet needs 32"),
-        ([("TPUV5sPreemptibleLitepodPerProjectPerRegionForTPUAPI", A[:-2], "-1")], 0, "us-central1: quota TPUV5s"),
-        (
-            [("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, "31")], 1,
-            "is too small for this fleet: expected 32, for 2 new machines v5litepod-16, found 31",
-        ),
-        ([("TPUV5sPreemptibleLitepodPerProjectPerZoneForTPUAPI", A, None)], 1, "found 0. Ask for more quota"),
-    ],
-)  # fmt: skip
-def test_a_dry_run_compares_the_fleet_with_the_quota(
-    world: World, prompt: Prompt, infos: list[tuple[str, str, str | None]], code: int, output: str
-) -> None:
-    world.cloud.cloud.quota_infos = [quota_info(*each) for each in infos]
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--workers-per-zone", 2)
-    ended, text = prompt(*words, "--dry-run", "--tpu-type", "v5litepod-16")
-    assert (ended, output in text) == (code, True), text
-
-
-def test_a_dry_run_counts_machines_in_use_and_says_what_it_cannot_know(world: World, prompt: Prompt) -> None:
-    world.cloud.vms.start = lambda *_: None  # type: ignore[method-assign]  # no process is needed
-    name = "TPUV5PPreemptiblePerProjectPerZoneForTPUAPI"
-    world.cloud.cloud.quota_infos = [quota_info(name, A, "16")]
-    node = {"acceleratorType": "v5p-8", "schedulingConfig": {"preemptible": True}}
-    world.cloud.cloud.create(A, "of-a-colleague", node)
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--create-tpus", "--dry-run", "--tpu-type", "v5p-8")
-    code, text = prompt(*words)
-    assert (code, f"{A}: quota {name} is 16; the fleet needs 16\n" in text) == (0, True), text
-    code, text = prompt(*words, "--workers-per-zone", 2)
-    assert (code, "expected 24, for 2 new machines v5p-8 and 8 in use, found 16" in text) == (1, True), text
-    world.cloud.admin("fault", {"path": "quotaInfos", "count": 1, "status": 403, "message": "API is off"})
-    code, text = prompt(*words)
-    assert (code, "quota: not checked (API is off). To let spile read it: gcloud services enable" in text) == (0, True)
 
 
 def test_max_samples_limits_what_is_prepared_and_uploaded(world: World, prompt: Prompt, tmp_path: Path) -> None:
@@ -434,76 +389,70 @@ def test_data_is_written_to_the_bucket_that_was_named(world: World, prompt: Prom
     assert (code, "--into: expected a path on this machine" in text) == (2, True), text
 
 
-def test_a_deploy_to_a_bucket_that_the_operator_may_not_write_names_the_role(world: World, prompt: Prompt) -> None:
-    world.gcs.buckets.buckets["b"].refused.add("storage.objects.create")
-    for more in ((), ("--dry-run",)):
-        code, text = prompt(*PREPARE, *TASK, *more)
-        assert code == 2, text
-        assert "gs://b: your account may not write it: expected storage.objects.create" in text
-        assert "--role=roles/storage.objectAdmin" in text
-    assert world.objects() == []
-
-
-def test_a_deploy_without_permission_to_create_machines_names_the_role(world: World, prompt: Prompt) -> None:
-    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--service-account", "m@p")
-    code, text = prompt(*words, "--dry-run")
-    assert code == 0, text
-    assert "fake-project: your account may create and delete its TPU VMs\n" in text
-    assert "m@p: your account may create machines that act as it\n" in text
-    for permission, role in (
-        ("iam.serviceAccounts.actAs", "roles/iam.serviceAccountUser"),
-        ("tpu.nodes.create", "roles/tpu.admin"),
-    ):
-        world.cloud.cloud.refused.add(permission)
-        for more in (("--dry-run",), ("--create-tpus",)):
-            code, text = prompt(*words, *more)
-            assert (code, f"found no {permission}. Ask its owner: gcloud" in text) == (2, True), text
-            assert f"--role={role}" in text
-    assert world.objects() == []
-    assert world.cloud.cloud.nodes("-") == []
-    world.cloud.admin("fault", {"path": "testIamPermissions", "count": 9, "status": 403, "message": "API is off"})
-    code, text = prompt(*words, "--dry-run")
-    assert (code, "cannot tell whether your account may create and delete its TPU VMs (API is off)" in text) == (
-        0,
-        True,
-    )
-
-
-def test_a_deploy_to_s3_tries_whether_it_may_write(
+def test_a_deploy_to_a_bucket_that_cannot_be_written_is_refused_at_once(
     world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(Clouds()) as clouds:
         for name, value in environment(clouds, "s3").items():
             monkeypatch.setenv(name, value)
-        words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--dry-run", "--output")
-        code, text = prompt(*words, "s3://bucket/x")
-        assert code == 0, text
-        assert "s3://bucket: your account may write it; machines may where --env gives them keys" in text
         clouds.s3.faults.add("status", method="PUT", status=403, count=9)
-        code, text = prompt(*words, "s3://bucket/x")
+        code, text = prompt(*PREPARE, *TASK, "--output", "s3://bucket/x")
         assert (code, "cannot write s3://bucket" in text) == (2, True), text
+    assert world.objects() == []
 
 
-@pytest.mark.parametrize(
-    ("bindings", "output"),
-    [
-        ([{"role": "roles/storage.objectUser", "members": ["serviceAccount:m@p"]}], "account m@p may write it"),
-        (
-            [{"role": "roles/storage.objectViewer", "members": ["serviceAccount:m@p"]}],
-            "the bucket's policy does not say",
-        ),
-        (None, "may write it (403 permission denied)"),
-    ],
-)
-def test_a_dry_run_says_what_is_known_of_the_machines_account(
-    world: World, prompt: Prompt, bindings: list[dict[str, object]] | None, output: str
-) -> None:
-    world.gcs.buckets.buckets["b"].bindings = bindings
-    code, text = prompt(*PREPARE, *TASK, "--dry-run", "--service-account", "m@p")
+def test_without_a_type_the_machines_are_of_the_first_that_every_zone_offers(world: World, prompt: Prompt) -> None:
+    code, text = prompt(*PREPARE, *TASK)
     assert code == 0, text
-    assert "gs://b: your account may write it" in text
-    assert output in text
-    assert ("cannot tell" in text) == ("account m@p may write it\n" not in text)
+    first = "machine type: v5litepod-8, the first of v5litepod-8, v6e-8, v4-8, v3-8 that is in us-central1-a"
+    assert f"{first}; $9.60 an hour on demand, $4.80 preemptible (list prices, US, " in text
+    assert fleet_of(world).machine.accelerator_type == "v5litepod-8"
+    prepare = ("deploy", "--gcs-bucket", "b", "--skip-launch", *TASK, "--zones")
+    code, text = prompt(*prepare, f"{A},{B}", "--fleet", "both", "--gcs-prefix", "both")
+    assert (code, "machine type: v3-8, the first of" in text) == (0, True), text
+    code, text = prompt(*prepare, A, "--fleet", "both", "--gcs-prefix", "both", "--yes")
+    assert (code, "machine type: v3-8, as before; $8.00 an hour" in text) == (0, True), text
+    assert fleet_of(world, "both").machine.accelerator_type == "v3-8", "it is kept"
+    code, text = prompt(*prepare, f"{A},us-east1-d", "--fleet", "none")
+    line = (
+        "no machine type is in every zone: us-central1-a, us-east1-d: expected one of v5litepod-8, v6e-8, v4-8, v3-8, "
+        "found us-central1-a: v5litepod-8, v3-8; us-east1-d: v6e-8. Name one with --tpu-type"
+    )
+    assert (code, line in text) == (2, True), text
+
+
+def test_the_guides_type_works_in_zones_that_have_it(world: World, prompt: Prompt) -> None:
+    words = ("tpu", "create", "--workers_per_zone", 1, "--tpu_type", "v3-8", "--async")
+    code, text = prompt(*words, "--zones", A)
+    assert (code, "machine type" in text) == (0, False), text
+    code, text = prompt(*words, "--zones", "us-central1-c")
+    assert (code, "zone us-central1-c has no v3-8: expected one of v2-8. Choose one with --tpu-type" in text) == (
+        2,
+        True,
+    ), text
+
+
+def test_a_dry_run_without_credentials_says_what_it_did_not_check(
+    world: World, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import google.auth
+    from google.auth.exceptions import DefaultCredentialsError
+
+    def none(**_: object) -> None:
+        raise DefaultCredentialsError("none")
+
+    monkeypatch.setattr(google.auth, "default", none)
+    for name in world.cloud.environment():
+        monkeypatch.delenv(name)
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--project", "p", "--create-tpus")
+    code, text = prompt(*words, "--dry-run")
+    assert code == 0, text
+    assert "zones and machines are not checked: no Google credentials. Run: gcloud auth" in text
+    assert f"machine type: v5litepod-8, not checked in {A}; $9.60" in text
+    assert "would be created: 1 machine v5litepod-8" in text
+    code, text = prompt(*words)
+    assert (code, "no Google credentials. Run: gcloud auth application-default login" in text) == (2, True), text
+    assert world.objects() == []
 
 
 @needs("ssh")
@@ -595,7 +544,7 @@ def test_a_complete_dataset_needs_no_machine(
         assert world.cloud.cloud.nodes("-") == []
         assert fleet_of(world) == before
     code, text = prompt(*words, "--no-checkpointing", "--overwrite", "--create-tpus", "--dry-run")
-    assert (code, "would be created: 2 machines v3-8" in text) == (0, True), text
+    assert (code, "would be created: 2 machines v5litepod-8" in text) == (0, True), text
 
 
 def test_a_relaunch_needs_no_machine_for_a_worker_without_streams(world: World, prompt: Prompt, tmp_path: Path) -> None:
@@ -605,7 +554,7 @@ def test_a_relaunch_needs_no_machine_for_a_worker_without_streams(world: World, 
     client.delete_node(A, "tpu-us-central1-a-0")
     assert wait_until(lambda: len(client.nodes(A)) == 1)
     code, text = prompt(*words, "--create-tpus", "--dry-run")
-    assert (code, "would be created: 1 machine v3-8 (tpu-us-central1-a-0 …)" in text) == (0, True), text
+    assert (code, "would be created: 1 machine v5litepod-8 (tpu-us-central1-a-0 …)" in text) == (0, True), text
     assert "which claim 2 streams (1 unfinished) one after another" in text
     for _ in range(2):
         code, text = prompt(*words)
@@ -619,13 +568,13 @@ def test_a_relaunch_needs_no_machine_for_a_worker_without_streams(world: World, 
 def test_gclouds_own_words_for_a_machine(world: World, prompt: Prompt) -> None:
     """``--version V`` printed spile's version and ended with 0; a queued resource without a tier was preemptible."""
     code, text = prompt("tpu", "create", "--zones", A, "--name", "my-tpu", "--version", "v2-alpha-tpuv5")
-    assert (code, "v3-8, preemptible" in text) == (0, True), text
+    assert (code, "v5litepod-8, preemptible" in text) == (0, True), text
     (raw,) = world.cloud.cloud.nodes(A)
     assert (raw["name"].rpartition("/")[2], raw["runtimeVersion"]) == ("my-tpu", "v2-alpha-tpuv5")
     code, text = prompt(
         "tpu", "create", "--zones", B, "--queued", "--node-prefix", "q", "--version=tpu-ubuntu2204-base"
     )
-    assert (code, "v3-8, on demand" in text) == (0, True), text
+    assert (code, "v6e-8, on demand" in text) == (0, True), text
     (raw,) = world.cloud.cloud.nodes(B)
     assert not raw["schedulingConfig"].get("preemptible")
 

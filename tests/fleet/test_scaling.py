@@ -82,7 +82,7 @@ def test_two_then_eight_then_three_workers_over_24_streams_with_preemptions(worl
 def test_two_slices_of_two_hosts_share_streams_and_one_is_preempted(world: World) -> None:
     """Each slice claims streams as one worker. The other slice or a successor finishes the streams of the lost one."""
     world.cloud.vms.environment["SPILE_CLAIM_SECONDS"] = "10"
-    words = (*RUN, "--num-streams", "6", "--zones", f"{A},{B}", "--tpu-type", "v4-16")
+    words = (*RUN, "--num-streams", "6", "--zones", f"{A},us-east5-a", "--tpu-type", "v5p-16")
     code, text = world.spile(*words)
     assert code == 0, text
     log = world.folder / "monitor.txt"

@@ -188,7 +188,7 @@ def test_a_host_without_a_number_is_not_host_0(home: FleetHome, vm: Vm) -> None:
 
 
 def test_a_metadata_server_that_fails_at_first_is_asked_again(home: FleetHome, vm: Vm, fake: FakeCloud) -> None:
-    fake.cloud.create(ZONE, NAME, {"acceleratorType": "v4-16"})
+    fake.cloud.create(ZONE, NAME, {"acceleratorType": "v5p-16"})
     (vm.folder / "dev").mkdir()
     (vm.folder / "dev" / "accel0").touch()
     machine = f"/vm/{ZONE}/{NAME}/1"

@@ -36,7 +36,6 @@ from spile.data.samples import open_stream
 from spile.data.tokens import load_tokenizer
 from spile.errors import SpileError
 from spile.fleet.cloud_tpu import CloudSettings, CloudTpu, read_node, read_operation, read_queued, read_settings
-from spile.fleet.deploy import check_bucket, check_machines_bucket
 from spile.fleet.home import FleetHome, Lease, _state_key, recorded_deployment
 from spile.fleet.provider import NodeRequest
 from spile.fleet.spec import Bill, FleetSpec, History, Pending, WorkerHistory, ZoneBlock, plan_workers
@@ -49,7 +48,7 @@ from spile.models.model_files import find, read_index
 from spile.models.safetensors_files import read_header
 from spile.models.weights import locate_tensors
 from spile.objects import open_folder
-from spile.objects.clouds import GoogleBucket, parse_uploads
+from spile.objects.clouds import parse_uploads
 from spile.objects.crc import crc32c
 from spile.objects.local import LocalFolder
 from spile.objects.machine import machine_region
@@ -615,8 +614,6 @@ class Targets:
             lambda: client.queued("z"),
             client.zones,
             lambda: client.accelerator_types("z"),
-            client.quotas,
-            lambda: client.granted_permissions("iam", "r", ("a",)),
             lambda: client.delete_node("z", "n"),
         )
 
@@ -630,30 +627,24 @@ class Targets:
         node = {"name": name, "state": "READY", "networkEndpoints": [{"ipAddress": "1.2.3.4"}]}
         many = {"multisliceParams": {"nodeCount": 2, "nodeIdPrefix": "n"}, "node": {"labels": {"a": "b"}}}
         queued = {"name": name, "tpu": {"nodeSpec": [many]}, "state": {"state": "ACTIVE"}}
-        quota = {"quotaId": "q", "dimensionsInfos": [{"details": {"value": "4"}, "applicableLocations": ["z"]}]}
-        listed = {"nodes": [node], "queuedResources": [queued], "quotaInfos": [quota], "permissions": ["a"]}
+        listed = {"nodes": [node], "queuedResources": [queued]}
         places = {"locations": [{"locationId": "z"}], "acceleratorTypes": [{"type": "v3-8"}]}
         operation = {"name": name, "done": True, "error": {"code": 8, "message": "no more capacity"}}
         return (dumps({**listed, **places}), dumps(operation)), read
 
-    def google_policy(self) -> Target:
-        """The policy of a bucket, and the settings of gcloud."""
+    def gcloud_settings(self) -> Target:
+        """The settings of gcloud."""
         home = self._scratch / "gcloud"
         (home / "configurations").mkdir(parents=True)
 
         def read(data: bytes) -> None:
-            with patch.object(GoogleBucket, "request", lambda *_: data):
-                with_ours(lambda: check_bucket("gs://bucket"))
-                with_ours(lambda: check_machines_bucket("gs://bucket", "a@b"))
             (home / "configurations/config_default").write_bytes(data)
             (home / "active_config").write_bytes(data[:200])
             with_ours(lambda: read_settings(environment={"CLOUDSDK_CONFIG": str(home)}))
             (home / "active_config").unlink()
             with_ours(lambda: read_settings(environment={"CLOUDSDK_CONFIG": str(home)}))
 
-        policy = {"bindings": [{"role": "roles/storage.admin", "members": ["serviceAccount:a@b"]}]}
-        permissions = ["storage.objects.create", "storage.objects.get", "storage.objects.list"]
-        return (dumps({**policy, "permissions": permissions}), b"[core]\nproject = p\n[compute]\nzone = z\n"), read
+        return (b"[core]\nproject = p\n[compute]\nzone = z\n",), read
 
     def metadata_server(self) -> Target:
         """The replies of a machine's metadata server."""

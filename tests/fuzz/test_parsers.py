@@ -41,8 +41,7 @@ FINDINGS: dict[str, tuple[str, bytes]] = {
     "a page that is no list": ("api_replies", b'{"nodes": 3, "locations": 3, "permissions": 3}'),
     "a zone without a name": ("api_replies", b'{"locations": [{}], "acceleratorTypes": [{}]}'),
     "a reply that is nested too deeply": ("api_replies", _DEEP),
-    "a policy whose bindings are numbers": ("google_policy", b'{"bindings": [1], "permissions": 1}'),
-    "settings of gcloud without a section": ("google_policy", b"project = p"),
+    "settings of gcloud without a section": ("gcloud_settings", b"project = p"),
     "a zone that is no text": ("metadata_server", b"\xff"),
     "suspects without end": ("suspects", b'{"stream": "s", "groups": [], "careful": Infinity}'),
     "suspects beyond all samples": (

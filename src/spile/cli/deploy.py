@@ -32,9 +32,8 @@ from spile.fleet import manage
 from spile.fleet.cloud_tpu import CloudTpu, check_zone
 from spile.fleet.deploy import (
     changes,
-    check_access,
+    check_buckets,
     check_model,
-    check_quota,
     check_root,
     deployment_of,
     fleet_bucket,
@@ -162,13 +161,18 @@ def deploy(
     if before is not None and steps.skip_dataset:
         before = _read_trusted_fleet(client, home, yes=steps.yes)
     request = _Request(place, machines, flags, steps).complete(before if steps.skip_dataset else None)
+    asked = client if not steps.dry_run or client.has_credentials() else None
+    if asked is None:
+        log("zones and machines are not checked: no Google credentials. Run: gcloud auth application-default login")
+    request, line = request.with_type(asked, before)
     fleet = request.fleet(client, home, before)
-    _check_request(client, fleet, request)
-    if not steps.skip_launch:
-        refuse_machines_of_others(client, fleet, home.folder.url)
-    account, asker = fleet.machine.service_account, None if steps.skip_launch else client
-    for line in check_access((bucket, request.root(bucket)), account, asker):
+    if line:
         log(line)
+    _check_request(asked, fleet, request)
+    if asked is not None and not steps.skip_launch:
+        refuse_machines_of_others(client, fleet, home.folder.url)
+    if not steps.dry_run:
+        check_buckets((bucket, request.root(bucket)))
     with _streams(fleet, request, bucket, before) as streams:
         streams.check(len(fleet.workers))
         fleet = request.with_work(fleet, bucket, streams)
@@ -187,10 +191,8 @@ def deploy(
             log(f"{fleet.root} is complete: nothing is deployed, and no machine is needed")
             return 0
         if steps.dry_run:
-            new = _new_machines(client, fleet, steps)
+            new = _new_machines(asked, fleet, steps)
             _print_plan(fleet, streams, request, changed, cleared, new, left)
-            for line in check_quota(client, fleet, new) if new else ():
-                log(line)
             return 0
         _confirm_changes(fleet, changed, cleared, yes=steps.yes)
         streams.put(log)
@@ -257,6 +259,12 @@ class _Request:
             _fill_flags(self.steps, old),
             before.workers if same else (),
         )
+
+    def with_type(self, client: CloudTpu | None, before: FleetSpec | None) -> tuple[_Request, str]:
+        """Return the request with a machine type, which the fleet keeps, and a line about it."""
+        known = before.machine.accelerator_type if before is not None else ""
+        machines, line = self.machines.with_type(client, self.place, known)
+        return replace(self, machines=machines), line
 
     def fleet(self, client: CloudTpu, home: FleetHome, before: FleetSpec | None) -> FleetSpec:
         """Return the fleet that the request asks for, without its work."""
@@ -341,15 +349,16 @@ def _flag_words(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _check_request(client: CloudTpu, fleet: FleetSpec, request: _Request) -> None:
+def _check_request(client: CloudTpu | None, fleet: FleetSpec, request: _Request) -> None:
     """Raise the errors that can be known before anything is created."""
     request.root("gs://b")
     parse_pairs("--env", request.steps.env)
     for url in request.steps.notify or ():
         check_webhook(url)
     check_model(worker_spec(request.flags, "gs://b/x", "gs://b/datasets"))
-    for zone in () if request.steps.skip_launch else fleet.zones:
-        check_zone(client, zone, fleet.machine.accelerator_type)
+    if client is not None and not request.steps.skip_launch:
+        for zone in fleet.zones:
+            check_zone(client, zone, fleet.machine.accelerator_type)
 
 
 @contextmanager
@@ -430,10 +439,12 @@ def _create_machines(client: CloudTpu, home: FleetHome, fleet: FleetSpec) -> lis
     return manage.create(client, fleet, partial(machine_metadata, home.folder.url, sha256(fleet.to_json())))
 
 
-def _new_machines(client: CloudTpu, fleet: FleetSpec, steps: DeployFlags) -> list[Worker]:
+def _new_machines(client: CloudTpu | None, fleet: FleetSpec, steps: DeployFlags) -> list[Worker]:
     """Return the workers for which this command creates a machine."""
     if steps.skip_launch or not (steps.monitor or (steps.create_tpus and not steps.adopt)):
         return []
+    if client is None:
+        return list(fleet.workers)
     return machines_to_create(client, fleet, monitored=steps.monitor)
 
 

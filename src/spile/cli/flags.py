@@ -399,7 +399,8 @@ class MachineFlags:
     workers_per_zone: int | None = None
     """Machines in each zone. [default: 1]"""
     tpu_type: str | None = None
-    """The machine type: v3-8, v5litepod-8, v5e:2x4, … A slice of several hosts is one worker. [default: v3-8]"""
+    """The machine type: v3-8, v5litepod-8, v5e:2x4, … A slice of several hosts is one worker.
+    [default: the first of v5litepod-8, v6e-8, v4-8 and v3-8 that every zone offers]"""
     preemptible: Annotated[bool | None, NEGATABLE] = None
     """Cheaper machines that can be preempted at any time and live at most 24 hours. [default: yes; with --queued on
     demand, as in gcloud]"""
@@ -424,24 +425,59 @@ class MachineFlags:
     service_account: str | None = None
     """The service account of the machines."""
 
+    def _tiers(self) -> list[str]:
+        """Return the flag that says how the machines are paid for, or none. Raise if flags exclude each other."""
+        if self.best_effort and not self.queued:
+            raise SpecError("--best-effort", expected="--queued as well", found="--best-effort alone")
+        if self.reservation is not None and not self.queued:
+            raise SpecError("--reservation", expected="--queued as well", found="--reservation alone")
+        tiers = [f"--{name.replace('_', '-')}" for name in _TIERS if getattr(self, name)]
+        tiers += ["--reservation"] if self.reservation is not None and not self.reserved else []
+        if len(tiers) > 1:
+            raise SpecError(
+                "more than one way to pay for machines", expected=f"one of {', '.join(tiers)}", found="all of them"
+            )
+        return tiers
+
+    def with_type(self, client: CloudTpu | None, place: PlaceFlags, before: str = "") -> tuple[MachineFlags, str]:
+        """Return the flags with a machine type, and a line about it; no line if the type was given.
+
+        Args:
+            client: The cloud that knows what the zones offer; None if it cannot be asked.
+            place: The zones.
+            before: The type of the earlier deployment. It counts only if it is one of the default types.
+        """
+        from spile.fleet.cloud_tpu import DEFAULT_TYPES, default_type
+        from spile.planning.machines import list_prices, parse_machine
+
+        self._tiers()  # A mistake in the flags is reported before the cloud is asked.
+        if self.tpu_type is not None:
+            return self, ""
+        zones = ", ".join(place.zone_list())
+        if before in DEFAULT_TYPES:
+            name, why = before, "as before"
+        elif client is None:
+            name, why = DEFAULT_TYPES[0], f"not checked in {zones}"
+        else:
+            name = default_type(client, place.zone_list())
+            why = f"the first of {', '.join(DEFAULT_TYPES)} that is in {zones}"
+        prices = list_prices()
+        price = parse_machine(name, prices).price
+        line = (
+            f"machine type: {name}, {why}; ${price.on_demand:,.2f} an hour on demand, ${price.preemptible:,.2f} "
+            f"preemptible ({prices.source}, {prices.as_of}). --tpu-type chooses another"
+        )
+        return replace(self, tpu_type=name), line
+
     def fleet(self, place: PlaceFlags, project: str, policy: Policy | None = None) -> FleetSpec:
+        from spile.fleet.cloud_tpu import DEFAULT_TYPES
         from spile.fleet.provider import NodeRequest
         from spile.fleet.spec import FleetSpec, default_runtime, plan_workers
         from spile.fleet.spec import Policy as DefaultPolicy
         from spile.planning.machines import parse_machine
 
-        if self.best_effort and not self.queued:
-            raise SpecError("--best-effort", expected="--queued as well", found="--best-effort alone")
-        if self.reservation is not None and not self.queued:
-            raise SpecError("--reservation", expected="--queued as well", found="--reservation alone")
-        reserved = self.reserved or self.reservation is not None
-        tiers = [f"--{name.replace('_', '-')}" for name in _TIERS if getattr(self, name)]
-        tiers += ["--reservation"] if reserved and not self.reserved else []
-        if len(tiers) > 1:
-            raise SpecError(
-                "more than one way to pay for machines", expected=f"one of {', '.join(tiers)}", found="all of them"
-            )
-        machine = parse_machine(self.tpu_type or "v3-8")
+        tiers = self._tiers()
+        machine = parse_machine(self.tpu_type or DEFAULT_TYPES[0])
         if not machine.tpu_api:
             raise SpecError(
                 f"--tpu-type {self.tpu_type}: the Cloud TPU API has no {machine.generation}",
@@ -454,7 +490,7 @@ class MachineFlags:
             accelerator_type=machine.name,
             runtime_version=self.runtime_version or default_runtime(machine),
             preemptible=not tiers and (not self.queued if self.preemptible is None else self.preemptible),
-            reserved=reserved,
+            reserved=self.reserved or self.reservation is not None,
             metadata=_ssh_keys(),
             **{name: getattr(self, name) for name in _REQUESTED},
         )

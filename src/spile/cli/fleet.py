@@ -309,6 +309,7 @@ def create(
         wait: Wait until it is done. --async returns at once.
     """
     client = place.client()
+    machines, line = machines.with_type(client, place)
     fleet = machines.fleet(place, client.project)
     if name is not None:
         if len(fleet.zones) > 1 or machines.workers_per_zone is not None or node_prefix:
@@ -320,6 +321,8 @@ def create(
         raise SpecError("--queued-id", expected="--node-prefix as well", found="--queued-id alone")
     for zone in fleet.zones:
         check_zone(client, zone, fleet.machine.accelerator_type)
+    if line:
+        log(line)
     log(f"{fleet.machine.accelerator_type}, {fleet.tier}")
     if node_prefix:
         results = manage.queue(client, fleet, node_prefix, node_count, queued_id or node_prefix)

@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from spile.errors import CloudError, UserError, untrusted
+from spile.errors import UserError, untrusted
 from spile.fleet.provider import (
-    BadRequest,
     Endpoint,
     LostReply,
-    Missing,
-    NameTaken,
     Node,
     NodeRequest,
     NodeState,
@@ -30,49 +28,15 @@ from spile.fleet.provider import (
     Operation,
     QueuedResource,
     QueuedState,
-    Quota,
-    QuotaLimit,
-    Stockout,
     Unavailable,
 )
-
-# The API reports both as "resource exhausted" (429, code 8); only the message tells them apart.
-_RATE = re.compile(r"per minute|per second|rate limit|RATE_LIMIT_EXCEEDED", re.IGNORECASE)
-_QUOTA = re.compile(r"\bquota\b", re.IGNORECASE)
-_STOCK = re.compile(
-    r"no more capacity|insufficient (reserved )?capacity|not enough resources|stockout|out of capacity", re.IGNORECASE
-)
+from spile.fleet.refusals import error_of, is_rate_limit
 
 _MOST_NODES = 10_000
 """More nodes in one queued resource are an error of the server."""
 
 # Maps the gRPC codes of operations to the HTTP status with the same meaning.
 _STATUS_OF_CODE = {3: 400, 5: 404, 6: 409, 7: 403, 8: 429, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
-
-
-def is_rate_limit(message: str) -> bool:
-    """Return whether a 429 is a rate limit and not a missing quota."""
-    return bool(_RATE.search(message))
-
-
-def error_of(status: int, message: str, doing: str) -> CloudError | UserError:
-    """Return the error for an HTTP status and the API's message, as one line."""
-    found = " ".join(message.split()) or f"status {status}"
-    if _STOCK.search(message):
-        return Stockout(f"no capacity to {doing}", found=found, fix="try another zone")
-    if _QUOTA.search(message) and not is_rate_limit(message) and status in (403, 429):
-        return Quota(f"no quota to {doing}", found=found, fix="ask for quota, or use another region or type")
-    if status == 401:
-        return NotAllowed(f"cannot {doing}", found=found, fix="run: gcloud auth application-default login")
-    if status == 403:
-        return NotAllowed(f"not allowed to {doing}", found=found, fix="ask for the role roles/tpu.admin")
-    if status == 404:
-        return Missing(f"cannot {doing}", found=found)
-    if status == 409:
-        return NameTaken(f"cannot {doing}", found=found)
-    if status == 429 or status >= 500:
-        return Unavailable(f"cannot {doing}", found=f"{found} (status {status})", fix="try again later")
-    return BadRequest(f"cannot {doing}", found=found, fix="check the zone, the type and the version")
 
 
 def _reads(what: str) -> ContextDecorator:
@@ -168,16 +132,6 @@ def read_queued(raw: Mapping[str, Any]) -> QueuedResource:
     )
 
 
-@_reads("quota")
-def read_quota(raw: Mapping[str, Any]) -> QuotaLimit:
-    """Parse a ``quotaInfo`` of the Cloud Quotas API. A place without a value has no quota."""
-    values: dict[str, int] = {}
-    for info in raw.get("dimensionsInfos", ()):
-        value = int(info.get("details", {}).get("value", 0))
-        values.update(dict.fromkeys(map(str, info.get("applicableLocations", ())), value))
-    return QuotaLimit(str(raw["quotaId"]), values)
-
-
 @_reads("operation")
 def read_operation(raw: Mapping[str, Any]) -> Operation:
     """Parse an operation from the API's JSON; its failure, if any, becomes a typed error."""
@@ -188,8 +142,9 @@ def read_operation(raw: Mapping[str, Any]) -> Operation:
     error = None
     if raw.get("error"):
         code = int(raw["error"].get("code", 13))
-        doing = f"{verb or 'change'} {target or name} in {zone}"
-        error = error_of(_STATUS_OF_CODE.get(code, 500), raw["error"].get("message", ""), doing)
+        doing, status = f"{verb or 'change'} {target or name} in {zone}", _STATUS_OF_CODE.get(code, 500)
+        project, details = raw["name"].split("/")[1], raw["error"].get("details")
+        error = error_of(status, raw["error"].get("message", ""), doing, project=project, details=details)
     return Operation(name=name, zone=zone, done=bool(raw.get("done")), error=error)
 
 
@@ -341,11 +296,8 @@ class CloudTpu:
         tries: int = _TRIES,
     ) -> None:
         self._settings = settings
-        self._session = session or open_session(anonymous=settings.anonymous)
-        # With the default pool of ten connections, requests for more than ten zones would wait and log warnings.
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
-        self._session.mount("https://", adapter)
-        self._session.mount("http://", adapter)
+        if session is not None:
+            self._session = session
         self._sleep = sleep
         self._tries = tries
 
@@ -353,8 +305,25 @@ class CloudTpu:
     def project(self) -> str:
         return self._settings.project
 
+    @cached_property
+    def _session(self) -> requests.Session:
+        """The session, opened by the first request: a dry run needs no credentials."""
+        session = open_session(anonymous=self._settings.anonymous)
+        # With the default pool of ten connections, requests for more than ten zones would wait and log warnings.
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=64)
+        session.mount("https://", adapter)
+        session.mount("http://", adapter)
+        return session
+
+    def has_credentials(self) -> bool:
+        try:
+            return self._session is not None
+        except NotAllowed:
+            return False
+
     def close(self) -> None:
-        self._session.close()
+        if "_session" in self.__dict__:
+            self._session.close()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -398,10 +367,10 @@ class CloudTpu:
             return LostReply(f"no answer to: {doing}", found=_describe(error)), repeatable
         if reply.ok:
             return _parse_reply(reply, doing)
-        message = _message(reply)
+        message, details = _message(reply)
         slower = reply.status_code == 429 and is_rate_limit(message)
         again = slower or reply.status_code == 503 or (repeatable and reply.status_code >= 500)
-        return error_of(reply.status_code, message, doing), again
+        return error_of(reply.status_code, message, doing, project=self.project, details=details), again
 
     def _pages(
         self, path: str, key: str, doing: str, version: str = "v2", api: str | None = None
@@ -507,20 +476,6 @@ class CloudTpu:
         raws = self._pages(f"{self._parent(zone)}/acceleratorTypes", "acceleratorTypes", f"list TPU types in {zone}")
         return _field_values(raws, "type")
 
-    def quotas(self) -> list[QuotaLimit]:
-        """Return the project's limits for TPUs."""
-        path = f"{self._parent('global')}/services/tpu.googleapis.com/quotaInfos"
-        raws = self._pages(path, "quotaInfos", "list the quota for TPUs", version="v1", api="cloudquotas")
-        return [read_quota(raw) for raw in raws]
-
-    def granted_permissions(self, api: str, resource: str, permissions: Sequence[str]) -> list[str]:
-        """Return which of these permissions the current account has on a project or a service account."""
-        body = {"permissions": list(permissions)}
-        doing = f"ask what your account may do with {resource}"
-        answer = self._send("POST", f"{resource}:testIamPermissions", doing, body=body, version="v1", api=api)
-        with untrusted(Unavailable, "the API's answer is not a list of permissions", fix="try again later"):
-            return [str(each) for each in answer.get("permissions") or ()]
-
 
 def _field_values(raws: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     with untrusted(Unavailable, f"the API's answer has an entry without {key}", fix="try again later"):
@@ -549,21 +504,50 @@ def _parse_reply(reply: requests.Response, doing: str) -> tuple[dict[str, Any] |
     return Unavailable(f"cannot {doing}", expected="the API's JSON", found=repr(shown), fix="check the network"), False
 
 
-def _message(reply: requests.Response) -> str:
+def _message(reply: requests.Response) -> tuple[str, object]:
+    """Return the message and the details of an error."""
     try:
-        message = reply.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = reply.text[:300]
-    return str(message)
+        error = reply.json()["error"]
+        return str(error["message"]), error.get("details")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return reply.text[:300], None
 
 
 def check_zone(provider: CloudTpu, zone: str, accelerator_type: str) -> None:
     """Raise for an unknown zone or machine type before anything is requested."""
-    zones = provider.zones()
+    types = _types_of(provider, zone, provider.zones())
+    if accelerator_type not in types:
+        family = [name for name in types if name.partition("-")[0] == accelerator_type.partition("-")[0]] or types
+        raise UserError(
+            f"zone {zone} has no {accelerator_type}",
+            expected=f"one of {', '.join(family[:12])}",
+            fix="choose one with --tpu-type, or other --zones",
+        )
+
+
+def _types_of(provider: CloudTpu, zone: str, zones: Sequence[str]) -> list[str]:
+    """Return the machine types of a zone; raise if it is not among the zones with TPUs."""
     if zone not in zones:
         near = [name for name in zones if name.rpartition("-")[0] == zone.rpartition("-")[0]] or zones
         raise UserError(f"zone {zone} has no TPUs", expected=f"one of {', '.join(near[:12])}")
-    types = provider.accelerator_types(zone)
-    if accelerator_type not in types:
-        family = [name for name in types if name.partition("-")[0] == accelerator_type.partition("-")[0]] or types
-        raise UserError(f"zone {zone} has no {accelerator_type}", expected=f"one of {', '.join(family[:12])}")
+    return provider.accelerator_types(zone)
+
+
+DEFAULT_TYPES = ("v5litepod-8", "v6e-8", "v4-8", "v3-8")
+"""The machine types without --tpu-type, the preferred one first."""
+
+
+def default_type(provider: CloudTpu, zones: Sequence[str]) -> str:
+    """Return the first of the default machine types that every zone offers."""
+    known = provider.zones()
+    offered = {zone: _types_of(provider, zone, known) for zone in zones}
+    for name in DEFAULT_TYPES:
+        if all(name in types for types in offered.values()):
+            return name
+    has = {zone: [name for name in DEFAULT_TYPES if name in types] for zone, types in offered.items()}
+    raise UserError(
+        f"no machine type is in every zone: {', '.join(zones)}",
+        expected=f"one of {', '.join(DEFAULT_TYPES)}",
+        found="; ".join(f"{zone}: {', '.join(names) or 'none of them'}" for zone, names in has.items()),
+        fix="name one with --tpu-type, or use zones that share one",
+    )

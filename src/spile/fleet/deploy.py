@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spile.data.split import StreamsPlan
-from spile.errors import CloudError, DataError, ModelError, RunMismatch, SpecError, SpileError, UserError, untrusted
+from spile.errors import DataError, ModelError, RunMismatch, SpecError, SpileError, UserError
 from spile.fleet.cloud_tpu import CloudTpu
 from spile.fleet.home import (
     REQUIREMENTS,
@@ -29,16 +27,13 @@ from spile.fleet.home import (
 from spile.fleet.install import build_wheel
 from spile.fleet.manage import NodeResult, gather_zones, hosts_of, list_nodes, slice_secret
 from spile.fleet.monitor import zone_nodes
-from spile.fleet.provider import NameTaken, NodeState, NotAllowed, Quota, QuotaLimit, Stage
+from spile.fleet.provider import NameTaken, NodeState, Stage
 from spile.fleet.spec import FleetSpec, Worker, owns
 from spile.hosts.hosts import Access, Host
 from spile.hosts.run import launch
 from spile.models import model_files
 from spile.objects import bucket_url, is_remote, open_folder
-from spile.objects.clouds import GoogleBucket
 from spile.objects.preflight import preflight
-from spile.objects.retry import RequestFailure
-from spile.planning.machines import Machine, parse_machine
 from spile.run.claiming import planned_streams
 from spile.spec.amounts import counted
 from spile.spec.run import EMBEDDED, RunSpec
@@ -60,177 +55,10 @@ def check_model(spec: RunSpec) -> None:
     spec.selected_taps(model_files.find(spec.model, spec.revision, weights=False).config.n_layers)
 
 
-_CREATE_MACHINES = ("tpu.nodes.create", "tpu.nodes.delete", "tpu.nodes.get", "tpu.nodes.list", "tpu.nodes.update")
-_WRITE_BUCKET = ("storage.objects.create", "storage.objects.get", "storage.objects.list")
-_WRITER = "roles/storage.objectAdmin"
-_WRITERS = {_WRITER, "roles/storage.objectUser", "roles/storage.admin"}
-
-
-def check_access(urls: Iterable[str], account: str | None, client: CloudTpu | None = None) -> Iterator[str]:
-    """Yield a line for each finding about write access to these buckets and, with ``client``, about creating machines.
-
-    Raises :class:`Unwritable` or :class:`NotAllowed` if the operator lacks access.
-    """
+def check_buckets(urls: Iterable[str]) -> None:
+    """Raise if one of these buckets cannot be written. Create and delete an object in each."""
     for bucket in dict.fromkeys("/".join(url.split("/", 3)[:3]) for url in urls):
-        if bucket.startswith("gs://"):
-            yield check_bucket(bucket)
-            yield check_machines_bucket(bucket, account)
-        else:  # S3 has no API for this question, so an object is created and deleted.
-            preflight(open_folder(bucket))
-            yield f"{bucket}: your account may write it; machines may where --env gives them keys of S3 that may"
-    if client is None:
-        return
-    project = client.project
-    held = partial(client.granted_permissions, "cloudresourcemanager", f"projects/{project}", _CREATE_MACHINES)
-    grant = f"gcloud projects add-iam-policy-binding {project} --member=user:YOU --role=roles/tpu.admin"
-    yield _check_permissions(project, "create and delete its TPU VMs", _CREATE_MACHINES, held, grant)
-    if account is not None:
-        act_as = ("iam.serviceAccounts.actAs",)
-        held = partial(client.granted_permissions, "iam", f"projects/-/serviceAccounts/{account}", act_as)
-        grant = f"gcloud iam service-accounts add-iam-policy-binding {account} --member=user:YOU"
-        grant += " --role=roles/iam.serviceAccountUser"
-        yield _check_permissions(account, "create machines that act as it", act_as, held, grant)
-
-
-def check_bucket(bucket: str) -> str:
-    """Return a line about whether the operator may write to a Google bucket; raise :class:`NotAllowed` if not."""
-    held = partial(_bucket_iam, bucket, "/testPermissions", {"permissions": _WRITE_BUCKET}, "permissions")
-    return _check_permissions(bucket, "write it", _WRITE_BUCKET, held, _grant(bucket, "user:YOU"))
-
-
-def check_machines_bucket(bucket: str, account: str | None) -> str:
-    """Return a line about whether the machines' service account may write to a Google bucket.
-
-    The bucket's policy can prove that it may, but not that it may not: the project's policy can grant more.
-    """
-    action = f"the machines' account {account or '(the project’s own)'} may write it"
-    if account is None:
-        return f"{bucket}: cannot tell whether {action}: name one with --service-account"
-    try:
-        policy = _bucket_iam(bucket, "", {"optionsRequestedPolicyVersion": "3"}, "bindings")
-    except CloudError as error:
-        return f"{bucket}: cannot tell whether {action} ({error.found})"
-    member = f"serviceAccount:{account}"
-    known = [each for each in policy if isinstance(each, Mapping) and isinstance(each.get("members"), list)]
-    roles = {str(each.get("role")) for each in known if member in each["members"] and not each.get("condition")}
-    if roles & _WRITERS:
-        return f"{bucket}: {action}"
-    return (
-        f"{bucket}: cannot tell whether {action}: the bucket's policy does not say so; unless the project's does, "
-        f"type: {_grant(bucket, member)}"
-    )
-
-
-def _check_permissions(
-    place: str, action: str, needed: Sequence[str], held: Callable[[], Collection[str]], grant: str
-) -> str:
-    """Return a line about whether the operator may do something; raise :class:`NotAllowed` if not."""
-    try:
-        granted = held()
-    except (CloudError, UserError) as error:  # The API is disabled, or the account may not read the policy.
-        return f"{place}: cannot tell whether your account may {action} ({error.found})"
-    missing = [each for each in needed if each not in granted]
-    if missing:
-        raise NotAllowed(
-            f"{place}: your account may not {action}",
-            expected=", ".join(needed),
-            found=f"no {', '.join(missing)}",
-            fix=f"ask its owner: {grant}",
-        )
-    return f"{place}: your account may {action}"
-
-
-def _grant(bucket: str, member: str) -> str:
-    return f"gcloud storage buckets add-iam-policy-binding {bucket} --member={member} --role={_WRITER}"
-
-
-def _bucket_iam(bucket: str, path: str, query: Mapping[str, str | Sequence[str]], field: str) -> list[Any]:
-    name = bucket.removeprefix("gs://")
-    problem = f"the permissions of {bucket} cannot be read"
-    try:
-        body = GoogleBucket(name).request("GET", f"storage/v1/b/{name}/iam{path}", query)
-    except RequestFailure as failure:
-        raise CloudError(problem, found=failure.cause) from failure
-    with untrusted(CloudError, problem):
-        return [*json.loads(body).get(field, [])]
-
-
-_QUOTA_NAMES = {"v5e": r"TPUV5s(Preemptible)?Litepod", "v5p": "TPUV5P", "v6e": "TPUV6E"}
-"""How the names of a generation's quotas begin, if not as in ``TPUV3``."""
-
-
-def check_quota(client: CloudTpu, fleet: FleetSpec, new: Sequence[Worker]) -> Iterator[str]:
-    """Yield a line for each limit that the fleet's machines count against. Raise :class:`Quota` if one is too small.
-
-    The API lists limits, not what is in use, so the machines in the fleet's zones are counted. Quota is no promise of
-    capacity, and machines of other products, such as GKE, are not known here.
-    """
-    try:
-        limits = client.quotas()
-    except (CloudError, UserError) as error:
-        enable = f"gcloud services enable cloudquotas.googleapis.com --project {client.project}"
-        yield f"quota: not checked ({error.found}). To let spile read it: {enable}"
-        return
-    machine = parse_machine(fleet.machine.accelerator_type)
-    cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
-    limits = [each for each in limits if _counts(each, machine, cheap=cheap, reserved=fleet.machine.reserved)]
-    nodes = list_nodes(client, fleet.zones)
-    missing = [worker.zone for worker in new]
-    used = [
-        (node.zone, _size(node.accelerator_type))
-        for node in nodes
-        if node.preemptible == cheap and _generation(node.accelerator_type) == machine.generation
-    ]
-    for zone in fleet.zones:
-        known = [(limit, place) for limit in limits for place in (zone, _region(zone)) if place in limit.values]
-        if not known:
-            yield f"{zone}: quota for {machine.name} is not known: the project's list has no limit for it"
-        for limit, place in known:
-            count = sum(1 for each in missing if place in (each, _region(each)))
-            held = sum(size for each, size in used if place in (each, _region(each)))
-            yield _compare(limit, place, held, count, machine)
-
-
-def _compare(limit: QuotaLimit, place: str, held: int, count: int, machine: Machine) -> str:
-    value, needed = limit.values[place], held + count * _size(machine.name)
-    in_use = f" and {held} in use" if held else ""
-    if value >= 0 and needed > value:
-        raise Quota(
-            f"{place}: quota {limit.name} is too small for this fleet",
-            expected=f"{needed}, for {counted(count, 'new machine')} {machine.name}{in_use}",
-            found=str(value),
-            fix="ask for more quota, deploy fewer workers, or use another zone or --tpu-type",
-        )
-    allowed = "is not limited" if value < 0 else f"is {value}"
-    return f"{place}: quota {limit.name} {allowed}; the fleet needs {needed}"
-
-
-def _counts(limit: QuotaLimit, machine: Machine, *, cheap: bool, reserved: bool) -> bool:
-    """Return whether machines of this type and tier count against the limit."""
-    name, small = limit.name, machine.chips <= 8
-    if not re.match(_QUOTA_NAMES.get(machine.generation, f"TPU{machine.generation.upper()}"), name):
-        return False
-    if machine.generation == "v5e" and ("Serving" in name) != small:
-        return False
-    if machine.generation in ("v2", "v3") and ("Pod" in name) != (machine.cores > 8):
-        return False
-    return ("Preemptible" in name) == cheap and ("Reserved" in name) == reserved
-
-
-def _generation(accelerator_type: str) -> str:
-    try:
-        return parse_machine(accelerator_type).generation
-    except SpecError:
-        return ""
-
-
-def _size(accelerator_type: str) -> int:
-    """Return the number in ``v3-8``: what quota counts, cores or chips."""
-    return int(accelerator_type.rpartition("-")[2])
-
-
-def _region(zone: str) -> str:
-    return zone.rpartition("-")[0]
+        preflight(open_folder(bucket))
 
 
 def check_root(bucket: str, fleet: FleetSpec, streams: StreamsPlan, *, cleared: bool) -> None:

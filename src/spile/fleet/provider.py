@@ -111,16 +111,6 @@ class Quota(CloudError):
     """The project's quota is used up."""
 
 
-@dataclass(frozen=True)
-class QuotaLimit:
-    """A limit of the project for TPUs, as the Cloud Quotas API gives it."""
-
-    name: str
-    """Such as ``TPUV6EPreemptiblePerProjectPerZoneForTPUAPI``."""
-    values: Mapping[str, int]
-    """Chips or cores by zone or region, in the unit of the machine type's name; -1 for no limit."""
-
-
 class Missing(CloudError):
     """The resource does not exist."""
 

@@ -30,6 +30,7 @@ from spile.fleet.spec import (
 _NEVER_HEARD = (
     "may they read and write the bucket (--service-account)? Their startup log: journalctl -u google-startup-scripts"
 )
+_NO_ADDRESS = "; without public addresses the subnetwork needs Private Google Access, and Cloud NAT to install packages"
 _BILLED = frozenset({Stage.RUNNING, Stage.STARTING})
 
 
@@ -226,6 +227,7 @@ def _count_death(case: WorkerCase, node: Node, reason: str) -> None:
             past.never_heard += 1
             if past.never_heard >= policy.max_never_heard:
                 past.gave_up = f"{past.never_heard} machines in a row never reported: {_NEVER_HEARD}"
+                past.gave_up += "" if case.fleet.machine.external_ips else _NO_ADDRESS
 
 
 def _tail(text: str) -> str:

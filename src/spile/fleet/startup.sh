@@ -105,7 +105,12 @@ PYTHON
 }
 # The pause lets tee write the lines that the report quotes.
 fail() { trap - ERR; echo "spile: the start failed: $1"; sleep 1; report failed crashed "$log" || true; exit 1; }
-trap 'fail "line $LINENO"' ERR
+trap 'fail "line $LINENO$(offline)"' ERR
+# A machine without a public address can read the bucket (Private Google Access), but not the packages.
+offline() {
+  [ -n "${installing:-}" ] && ! curl -fsS -m 20 -o /dev/null "$(python3 -c "from pip._internal.models.index import PyPI; print(PyPI.simple_url)")" 2>/dev/null || return 0
+  printf ': this machine cannot reach PyPI; without a public address its network needs Cloud NAT: gcloud compute routers create spile --network default --region REGION, then gcloud compute routers nats create spile --router spile --region REGION --auto-allocate-nat-external-ips --nat-all-subnet-ip-ranges'
+}
 
 # -- use only files of the bucket that were deployed --------------------------------------------------------------------
 sha256() { sha256sum "$1" | cut -d ' ' -f 1; }
@@ -223,7 +228,9 @@ fresh='' hashed=''
 if [ -z "${SPILE_PYTHON:-}" ]; then
   if [ -n "$force" ] || [ ! -x "$python" ] || [ "$(cat "$place/installed" 2>/dev/null)" != "$wheel" ]; then
     report installing ''
+    installing=1
     install
+    installing=''
     fresh=1
   fi
 fi

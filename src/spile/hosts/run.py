@@ -39,10 +39,24 @@ _SSH_FAILURES: tuple[tuple[str, type[SpileError], str, str], ...] = (
     ),
     (r"Load key .*|Identity file .* not accessible", UserError, "the ssh key cannot be used", "check --ssh-key"),
     (
+        r"4033: 'not authorized'",
+        UserError,
+        "IAP refuses the tunnel",
+        "ask for the role roles/iap.tunnelResourceAccessor",
+    ),
+    (
+        r"4003: 'failed to connect to backend'",
+        Failure,
+        "IAP cannot reach the host",
+        "open tcp:22 in the firewall for 35.235.240.0/20",
+    ),
+    (
         r"Permission denied|Too many authentication failures",
         UserError,
         "the host refused the login",
-        "check --user and --ssh-key; a TPU VM takes the keys in its ssh-keys metadata",
+        "check --user and --ssh-key; a TPU VM takes the keys in its ssh-keys metadata, or with OS Login those of your "
+        "account: gcloud compute os-login ssh-keys add --key-file ~/.ssh/google_compute_engine.pub, then --user with "
+        "the user name of: gcloud compute os-login describe-profile (role roles/compute.osAdminLogin)",
     ),
     (r"Connection refused", Failure, "nothing listens there", "check that sshd is running on the host, and the port"),
     (

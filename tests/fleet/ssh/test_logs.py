@@ -107,7 +107,7 @@ def test_a_machine_that_is_gone(fake: FakeCloud, client: CloudTpu, tmp_path: Pat
 
 def test_slices_by_their_prefix(fake: FakeCloud, client: CloudTpu, empty_hosts: Hosts, project: Path) -> None:
     for name in ("multi-1", "multi-0", "multi-other"):
-        make(client, name, "v4-16")
+        make(client, name, "v5p-16")
     addresses = [end.external for node in sorted(client.nodes("-"), key=lambda n: n.name)[:2] for end in node.endpoints]
     first = empty_hosts.start(0, address=str(addresses[0]))
     for number, address in enumerate(addresses[1:], 1):
