@@ -88,7 +88,8 @@ class DatasetHub(FaultyServer):
         status, answer = self._pushed(request, path) or (200, self._about(path, request.body))
         if answer is not None:
             return FakeReply(status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-        missing = "EntryNotFound" if found else "RevisionNotFound" if "/revision/" in path else "RepoNotFound"
+        no_entry = found is not None or (self.created and "/tree/" in path)
+        missing = "EntryNotFound" if no_entry else "RevisionNotFound" if "/revision/" in path else "RepoNotFound"
         return FakeReply(404, b'{"error": "not found"}', {"X-Error-Code": missing})
 
     def _file(self, folder: Path, name: str, request: Request) -> FakeReply:
