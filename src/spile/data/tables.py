@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import tempfile
@@ -17,7 +18,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from spile.data.lines import MAX_LINE_BYTES, fetch
+from spile.data.lines import MAX_LINE_BYTES, changed_data, fetch
 from spile.data.rows import MASK
 from spile.errors import DataError, SpileError, StoreError
 from spile.objects.folder import read_ahead
@@ -103,7 +104,10 @@ class Parquet(RowSource):
 
     def rows(self, start: int = 0) -> Iterator[SourceRow]:
         with self._one_line_errors(), self._opened() as content:
+            opened = _version(content)
             for number, data in enumerate(parquet_rows(content, start, self.columns, self.location), start):
+                if _version(content) != opened:
+                    raise changed_data(self.location)  # its rows could mix old and new content
                 yield SourceRow(number, data, f"row {number}")
 
     def count(self) -> int | None:
@@ -141,6 +145,11 @@ class Parquet(RowSource):
                 copy.write(chunk)
             copy.seek(0)
             yield copy
+
+
+def _version(file: IO[bytes]) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
 
 
 def parquet_rows(
