@@ -59,11 +59,64 @@ def _chunk(length: int) -> int:
 
 def xla(q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions) -> Queries:
     """Compute attention with plain XLA, one chunk of queries at a time over the keys within its window."""
+
+    @jax.checkpoint  # a gradient computes the scores again: together they would grow with the square of the length
+    def attend(q: Array, k: Array, v: Array, mask: Array, _: Any) -> Array:
+        return masked_attention(q, k, v, mask, options)
+
+    out: Array = _by_chunk(attend, q, k, v, segments, options.window)
+    return out
+
+
+def _by_chunk(attend: Callable[..., Any], q: Array, k: Array, v: Array, segments: Array, window: int | None) -> Any:
+    """Call ``attend(q, k, v, mask, first key)`` for each chunk of queries, and join the results."""
+    length = q.shape[1]
+    if length > _MOST_UNROLLED:
+        return _in_turn(attend, q, k, v, segments, window)
     chunks = [
-        masked_attention(q[:, queries], k[:, keys], v[:, keys], mask, options)
-        for queries, keys, mask in _chunks(segments, options.window)
+        attend(q[:, queries], k[:, keys], v[:, keys], mask, keys.start)
+        for queries, keys, mask in _chunks(segments, window)
     ]
-    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=1)
+    return chunks[0] if len(chunks) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *chunks)
+
+
+_MOST_UNROLLED = 4096
+"""The length up to which all chunks are one piece of program. XLA may then compute them at once, with the scores of all
+of them in memory, which grow with the square of the length."""
+_PARTS = 4
+"""Parts of a long row without an attention window. The chunks of a part have the same keys: those up to its end."""
+
+
+def _in_turn(attend: Callable[..., Any], q: Array, k: Array, v: Array, segments: Array, window: int | None) -> Any:
+    """Do what :func:`_by_chunk` does for a long row, one chunk after another."""
+    length, size = q.shape[1], _chunk(q.shape[1])
+    more = -length % size
+    q, k, v = (jnp.pad(x, [(0, 0), (0, more), (0, 0), (0, 0)]) for x in (q, k, v))
+    segments = jnp.pad(segments, [(0, 0), (0, more)], constant_values=-1)
+    whole = length + more
+    part = whole if window is not None else -(-whole // (_PARTS * size)) * size
+
+    def chunk(begin: Array, keys: int) -> Any:
+        first = jnp.clip(begin + size - keys, 0) if window is not None else jnp.zeros_like(begin)
+        queries, place = begin + jnp.arange(size), first + jnp.arange(keys)
+        ahead = queries[:, None] - place[None]
+        mask = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+        own, others = (jax.lax.dynamic_slice_in_dim(segments, at, n, 1) for at, n in ((begin, size), (first, keys)))
+        mask = mask[None] & (own[:, :, None] == others[:, None])
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, axis=1)
+        return attend(cut(q, begin, size), cut(k, first, keys), cut(v, first, keys), mask, first)
+
+    found = []
+    for start in range(0, whole, part):
+        stop = min(start + part, whole)
+        keys = stop if window is None else min(whole, size + -(-window // size) * size)
+        found.append(jax.lax.map(functools.partial(chunk, keys=keys), jnp.arange(start, stop, size)))
+
+    def join(*parts: Array) -> Array:
+        joined = jnp.concatenate(parts).swapaxes(0, 1)
+        return joined.reshape(joined.shape[0], whole, *joined.shape[3:])[:, :length]
+
+    return jax.tree.map(join, *found)
 
 
 def _chunks(segments: Segments, window: int | None) -> Iterator[tuple[slice, slice, Array]]:
@@ -83,12 +136,13 @@ def largest_weights(
     q: Queries, k: Keys, segments: Segments, options: AttentionOptions
 ) -> tuple[Float[Array, "rows seq heads top"], Int[Array, "rows seq heads top"]]:
     """Return the ``options.top`` largest attention weights of each token and head, and their places in the row."""
-    parts = []
-    for queries, keys, mask in _chunks(segments, options.window):
-        weights, places = masked_weights(q[:, queries], k[:, keys], mask, options)
-        parts.append((weights, jnp.where(places < 0, -1, places + keys.start)))
-    weights, places = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
-    return weights, places
+
+    def largest(q: Array, k: Array, _: Array, mask: Array, first: Any) -> tuple[Array, Array]:
+        weights, places = masked_weights(q, k, mask, options)
+        return weights, jnp.where(places < 0, -1, places + first)
+
+    found: tuple[Array, Array] = _by_chunk(largest, q, k, k, segments, options.window)
+    return found
 
 
 def masked_attention(
@@ -262,6 +316,13 @@ def _refuse_options(kernel: str, softcap: float | None, sinks: Sinks) -> None:
 def cudnn(q: Queries, k: Keys, v: Keys, segments: Segments, options: AttentionOptions) -> Queries:
     """Compute attention with the fused kernel of cuDNN, for 16-bit floats on an NVIDIA GPU. Segments become a mask."""
     _refuse_options("cuDNN", options.softcap, options.sinks)
+    if q.shape[1] > _MOST_UNROLLED:  # a mask of all pairs grows with the square of the length
+
+        def on_device(q: Array, k: Array, v: Array, mask: Array, _: Any) -> Array:
+            return cudnn_masked(q, k, v, mask, options)
+
+        out: Array = _by_chunk(on_device, q, k, v, segments, options.window)
+        return out
     mask = segments[:, None, :, None] == segments[:, None, None, :]
     if options.window is not None:  # Some versions of the kernel do not take a window together with a mask.
         place = np.arange(q.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -183,3 +184,46 @@ def test_over_mesh_is_the_same() -> None:
 def test_choose(platform: str, kind: str, dtype: Any, expected: str) -> None:
     assert attention.choose(CONFIG, platform, kind, dtype) == expected
     assert expected in attention.ATTENTIONS
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_cudnn_gets_no_mask_of_all_pairs_of_a_long_row(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend_now, masks = jax.nn.dot_product_attention, list[tuple[int, ...]]()
+
+    def on_any_device(*arrays: jax.Array, mask: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        masks.append(mask.shape[-2:])
+        return attend_now(*arrays, mask=mask, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_any_device)
+    monkeypatch.setattr(attention, "_MOST_UNROLLED", 1000)
+    q, k, v = inputs(1100, batch=2)
+    segments = pieces(1100, 2)
+    found = attention.cudnn(q, k, v, segments, AttentionOptions(window))
+    np.testing.assert_allclose(found, attend(attention.blocked, AttentionOptions(window))(q, k, v, segments), atol=3e-6)
+    assert max(queries for queries, _ in masks) <= 256
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (300, 20.0), (30, None)])
+def test_a_long_row_is_computed_chunk_after_chunk(
+    window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = inputs(1100, batch=2)
+    segments, options = pieces(1100, 2), AttentionOptions(window, cap, jnp.asarray([0.5, 3.0, -2.0, 4.0]), top=3)
+    at_once = attention.xla(q, k, v, segments, options), *attention.largest_weights(q, k, segments, options)
+    monkeypatch.setattr(attention, "_MOST_UNROLLED", 1000)
+    in_turn = attention.xla(q, k, v, segments, options), *attention.largest_weights(q, k, segments, options)
+    for one, other in zip(at_once, in_turn, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["xla", "gradient"])
+def test_memory_grows_with_the_length_and_not_with_its_square(name: str) -> None:
+    def temporary(length: int) -> int:
+        q, segments = jnp.zeros((1, length, 2, 8)), jnp.zeros((1, length), jnp.int32)
+        forward: Any = functools.partial(attention.xla, segments=segments, options=AttentionOptions())
+        if name == "gradient":
+            forward = jax.grad(lambda q, k, v: attention.xla(q, k, v, segments, AttentionOptions()).sum())
+        found = jax.jit(forward).lower(q, q, q).compile().memory_analysis()
+        return int(found.temp_size_in_bytes)
+
+    assert temporary(32_768) < 5 * temporary(8192)
