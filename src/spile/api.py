@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from spile.errors import Failure, SpecError, SpileError, UserError, name_arguments
 from spile.spec.run import (
+    Automatic,
     Backend,
     BadRows,
     Capture,
@@ -67,7 +68,7 @@ class RunOptions(TypedDict, total=False):
     column: str
     template_from: str | None
     pack: bool
-    max_seq_length: int
+    max_seq_length: int | Automatic
     long: LongPolicy
     max_samples: int | None
     max_samples_per_stream: int | None

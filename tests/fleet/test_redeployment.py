@@ -613,3 +613,19 @@ def test_the_list_of_fleets_shows_crash_loops_and_workers_that_gave_up(world: Wo
     home.write_history(spent, 1)
     code, text = prompt("fleet", "list", "b", "--json")
     assert (json.loads(text)[0]["state"], json.loads(text)[0]["problems"]) == (spent.stopped, [])
+
+
+def test_a_fleet_has_one_limit_of_length_from_its_machines_and_says_what_it_does(prompt: Prompt) -> None:
+    words = ("deploy", "--gcs-bucket", "b", "--zones", A, *TASK, "--tpu-type", "v5litepod-1")
+    said = "no prompt is longer; the longest of"
+    code, text = prompt(*words, "--dry-run")
+    assert code == 0, text
+    assert f"32,768 tokens: {said}" in text
+    code, text = prompt(*words, "--skip-launch")
+    assert code == 0, text
+    assert f"32,768 tokens: {said}" in text
+    run = FleetHome.open("gs://b/fleet/default").read_fleet().run
+    assert (run["max_seq_length"], run["long"]) == (32_768, "skip"), "no worker decides"
+    code, text = prompt(*words, "--dry-run", "--max-seq-length", "100")
+    assert "100 tokens: 100 % of prompts are longer and lose their end." in text
+    assert "max_seq_length: 32768 → 100" in text

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -58,7 +58,11 @@ from spile.spec.amounts import counted, duration, size
 from spile.spec.options import parse_pairs
 from spile.spec.run import RunSpec
 from spile.store.cleanup import clear_stream
+from spile.store.run import read_run
 from spile.view.table import output
+
+if TYPE_CHECKING:
+    from spile.planning.forecast import Forecast
 
 _COUNTED_SAMPLES = 200
 """The number of samples of the first stream whose tokens a dry run counts."""
@@ -185,14 +189,18 @@ def deploy(
         except RunMismatch as error:
             request, fleet = request.in_own_folder(error, fleet, bucket, streams)
             check_root(bucket, fleet, streams, cleared=False)
-        changed = changes(before, fleet) if before is not None else []
         left = len(unfinished_streams(fleet, streams, cleared))
         if not left:
             log(f"{fleet.root} is complete: nothing is deployed, and no machine is needed")
             return 0
+        found = _forecast(streams, request, fleet)
+        fleet = _with_length(fleet, found)
+        if found.limit is not None:
+            log(found.limit.sentence())
+        changed = changes(before, fleet) if before is not None else []
         if steps.dry_run:
             new = _new_machines(asked, fleet, steps)
-            _print_plan(fleet, streams, request, changed, cleared, new, left)
+            _print_plan(fleet, streams, request, found, changed, cleared, new, left)
             return 0
         _confirm_changes(fleet, changed, cleared, yes=steps.yes)
         streams.put(log)
@@ -452,6 +460,7 @@ def _print_plan(
     fleet: FleetSpec,
     streams: StreamsPlan,
     request: _Request,
+    forecast: Forecast,
     changed: list[str],
     cleared: list[int],
     new: Sequence[Worker],
@@ -463,6 +472,7 @@ def _print_plan(
         fleet: The fleet that would be deployed.
         streams: Its streams.
         request: What the command line asks for.
+        forecast: The sizes of one stream.
         changed: What would change in the deployed fleet.
         cleared: The streams whose data would be removed.
         new: The workers for which a machine would be created.
@@ -491,7 +501,7 @@ def _print_plan(
         log(f"fleet {fleet.name} is already deployed and would change: {'; '.join(changed)}")
     if cleared:
         log(f"would be removed after confirmation: the data of {counted(len(cleared), 'stream')} in {fleet.root}")
-    found, prices = _estimate(streams, request, fleet, left), list_prices()
+    found, prices = _estimate(forecast, fleet, left), list_prices()
     cheap = fleet.machine.preemptible or fleet.machine.spot or fleet.best_effort
     dollars = found.dollars.preemptible if cheap else found.dollars.on_demand
     log(
@@ -504,12 +514,24 @@ def _print_plan(
     log("nothing was created")
 
 
-def _estimate(streams: StreamsPlan, request: _Request, fleet: FleetSpec, left: int) -> Estimate:
-    """Return an estimate for the streams that are left, if all of them are as long as the first one."""
-    from spile.planning.forecast import plan as forecast
+def _forecast(streams: StreamsPlan, request: _Request, fleet: FleetSpec) -> Forecast:
+    """Return the sizes of the first stream, with the limit of length of the existing run or of the fleet's machines."""
+    from spile.planning.forecast import plan
 
     spec = worker_spec(request.flags, "gs://b/x", str(streams.local or streams.url))
-    found = forecast(replace(spec, data=of_stream(spec.data)), _COUNTED_SAMPLES)
+    spec = replace(spec, data=of_stream(spec.data))
+    machine, existing = parse_machine(fleet.machine.accelerator_type), read_run(open_folder(fleet.root))
+    return plan(spec, _COUNTED_SAMPLES, machines=[machine], existing=existing)
+
+
+def _with_length(fleet: FleetSpec, found: Forecast) -> FleetSpec:
+    """Return the fleet whose workers all have the limit of length that was forecast."""
+    long = found.spec.data.long_policy(found.kind)
+    return replace(fleet, run={**fleet.run, "max_seq_length": found.spec.data.longest, "long": long})
+
+
+def _estimate(found: Forecast, fleet: FleetSpec, left: int) -> Estimate:
+    """Return an estimate for the streams that are left, if all of them are as long as the first one."""
     whole = replace(found, lengths=replace(found.lengths, samples=found.lengths.samples * left))
     machine, rates = parse_machine(fleet.machine.accelerator_type), Rates(start_seconds=START_SECONDS)
     return whole.on(machine, list_prices(), rates=rates, workers=len(fleet.workers))

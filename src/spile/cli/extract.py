@@ -155,7 +155,7 @@ def worker(
     if check:
         from spile.run.worker import check_run
 
-        check_run(found.for_stream(stream), start_over=clear is not None)
+        log(check_run(found.for_stream(stream), start_over=clear is not None))
         return 0
     return run_stream(found.for_stream(stream), pod, pod.identity(), verbose, clear=clear)
 

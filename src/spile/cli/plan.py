@@ -19,11 +19,13 @@ from spile.cli.flags import MANY, NEGATABLE, AsJson, ExtractFlags, plain_table, 
 from spile.errors import SpecError
 from spile.models.architecture import WEIGHTS_FRACTION, flops_per_token, parameter_count
 from spile.models.families import FAMILIES, read_config
+from spile.objects import is_remote, open_folder
 from spile.planning.cost import START_SECONDS, Estimate, Rates, Volume, estimate, refuse_over_budget
 from spile.planning.machines import Machine, Prices, list_prices, parse_machine, parse_planned, prices_from
 from spile.spec.amounts import amount, counted, duration, size
 from spile.spec.options import check_number
 from spile.spec.taps import Tap, row_bytes, tap_rows
+from spile.store.run import read_run
 from spile.view.table import output, print_facts
 
 if TYPE_CHECKING:
@@ -89,7 +91,9 @@ def plan(
     machines = [parse_planned(word, prices) for word in options.topology or _DEFAULT_MACHINES]
     seconds = options.start_minutes * 60
     rates = Rates(efficiency=options.efficiency, start_seconds=seconds, tokens_per_second=options.tokens_per_second)
-    found = forecast(flags.spec(), options.count)
+    spec = flags.spec()
+    existing = None if is_remote(spec.output) else read_run(open_folder(spec.output))
+    found = forecast(spec, options.count, machines=machines if options.topology else (), existing=existing)
     estimates = [found.on(machine, prices, rates=rates, workers=options.workers) for machine in machines]
     here = None
     if not options.topology:
@@ -179,6 +183,7 @@ def _print_plan(
         ("model", f"{found.model}: {found.config.n_layers} layers of {found.config.d_model}"),
         ("data", f"{found.location}: {about}{counted(volume.samples, 'sample')}{basis}"),
         ("tokens", f"{about}{volume.tokens:,} ({how}; {lengths.mean:,.0f} per sample)"),
+        *([] if found.limit is None else [("lengths", found.limit.quantiles()), ("limit", found.limit.sentence())]),
         ("stored", f"{about}{size(volume.bytes)} in {counted(volume.shards, 'shard')}: "
          f"{counted(len(found.taps), 'tap')}, {volume.bytes_per_token:,} bytes per token{positions}"),
         ("storage", f"${estimates[0].storage_month:,.2f} per month"),

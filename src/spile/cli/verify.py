@@ -265,7 +265,8 @@ def _verdict(report: Report) -> Text:
         added = sorted({tap for stream in report.streams for tap in stream.added})
         files += f", {counted(len(added), 'tap')} added row for row" if added else ""
         aside = _quarantined_text(report)
-        text = f"✓ proven{aside}: {where}; {files}, every checksum right, no NaN"
+        cut = f"; {report.cut}" if report.cut else ""
+        text = f"✓ proven{aside}{cut}: {where}; {files}, every checksum right, no NaN"
         text += f"; limited with {report.limits}" if report.limits else ""
         return Text(text, style="bold yellow" if aside else "bold green")
     kinds = [problem.kind for problem in report.all_problems]

@@ -172,7 +172,7 @@ class AnswerProducer(Producer):
         else:
             chosen = choose_positions(self._positions, self._seed, sample.number, roles, first, stop)
             stored = replace(sample, tokens=tokens, roles=roles, positions=chosen)
-        self.progress.add(samples=1, truncated=int(sample.truncated > 0))
+        self.progress.add(samples=1)
         groups = tuple(((stored,),) if group == answer.group else () for group in range(self.groups))
         return AnswerBatch(groups, 1, len(stored), answer, self._prediction(answer), first)
 

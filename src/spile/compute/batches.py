@@ -160,7 +160,6 @@ class Batch:
             "samples": len(self.samples),
             "tokens": self.real_tokens,
             "computed_tokens": self.computed_tokens,
-            "truncated": sum(sample.truncated > 0 for sample in self.samples),
         }
 
     def predictions(self) -> list[Prediction]:

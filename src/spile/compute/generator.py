@@ -491,8 +491,8 @@ def _prompts(run: ResolvedRun, reader: SampleReader) -> tuple[int, int | None]:
     have agreed on what is done.
     """
     if jax.process_count() > 1:
-        return run.spec.data.max_seq_length, run.expected_samples(Ledger())
+        return run.spec.data.longest, run.expected_samples(Ledger())
     lengths = remaining_lengths(reader, _LOOK_TOKENS)
     if lengths is None:
-        return run.spec.data.max_seq_length, None
+        return run.spec.data.longest, None
     return max(lengths, default=1), len(lengths)

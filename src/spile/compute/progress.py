@@ -81,6 +81,8 @@ class Summary:
     """Whether the command removed what was stored before."""
     quarantined: tuple[Skip, ...] = ()
     """The samples that were set aside because workers end when they compute them."""
+    cut: str = ""
+    """What the limit of length did, according to the commits."""
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else "interrupted" if self.interrupted else "incomplete"
@@ -158,7 +160,6 @@ class ProgressSnapshot:
     computed_tokens: int = 0
     generated_tokens: int = 0
     """Tokens of answers (``infer``)."""
-    truncated: int = 0
     shapes: int = 0
     """Programs that were waited for."""
     compile_seconds: float = 0.0

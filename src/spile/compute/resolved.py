@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from spile.compute.batches import Sizes
 from spile.compute.sizes import choose_sizes
@@ -12,6 +13,7 @@ from spile.models import model_files
 from spile.models.decoder import Steering
 from spile.objects.folder import Folder
 from spile.spec.identity import RunIdentity, StreamIdentity
+from spile.spec.lengths import PromptLengths
 from spile.spec.run import RunSpec
 from spile.spec.taps import Tap, TapRows, row_bytes
 from spile.store.ledger import Ledger
@@ -32,6 +34,11 @@ class ResolvedRun:
     stream_identity: StreamIdentity
     tokenizer: Tokenizer
     steering: Steering | None = None
+
+    @cached_property
+    def lengths(self) -> PromptLengths | None:
+        """The lengths of some prompts, measured before the run; None for packed sequences."""
+        return self.samples.measure()
 
     @property
     def bytes_per_token(self) -> int:

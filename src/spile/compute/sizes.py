@@ -15,7 +15,7 @@ import jax
 from spile.compute.batches import AHEAD, Sizes
 from spile.models.architecture import ModelConfig, flops_per_token
 from spile.objects import is_remote
-from spile.spec.run import RunSpec
+from spile.spec.run import AUTO, RunSpec
 from spile.spec.sample import Sample
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ def choose_sizes(spec: RunSpec, bytes_per_token: int, config: ModelConfig | None
     return Sizes(
         batch_tokens=tokens,
         batch_size=spec.batch_size,
-        longest=spec.data.max_seq_length,
+        longest=spec.data.longest,
         shard_bytes=shard_bytes * jax.process_count(),  # each host of a pod writes its own file
         writers=writers,
         # The next shard is uploaded to a bucket while the last one is completed. Hosts of a pod commit in one order.
         finishers=2 if is_remote(spec.output) and jax.process_count() == 1 else None,
-        in_flight=in_flight(writers, tokens * bytes_per_token * jax.local_device_count(), host_memory()),
+        in_flight=_in_flight(writers, tokens, spec.data.longest, bytes_per_token * jax.local_device_count()),
         shortest_row=_ROWS[jax.default_backend()][0],
         short_tail=_ROWS[jax.default_backend()][1] and _needs_own_program(spec, tokens, config),
     )
@@ -83,22 +83,25 @@ def remaining_lengths(reader: SampleReader, most: int) -> list[int] | None:
 def _needs_own_program(spec: RunSpec, batch_tokens: int, config: ModelConfig | None) -> bool:
     if config is None or spec.backend == "torch":  # PyTorch compiles nothing
         return True
-    return flops_per_token(config, spec.data.max_seq_length) * batch_tokens >= _PROGRAM_FLOPS
+    return flops_per_token(config, min(spec.data.longest, batch_tokens)) * batch_tokens >= _PROGRAM_FLOPS
 
 
 def _batch_tokens(spec: RunSpec, bytes_per_token: int) -> int:
     """Return the tokens per batch: as the spec says, or what keeps the device busy.
 
-    With ``--batch-size`` alone there is room for that many of the longest samples. Otherwise a batch is at most about a
+    With ``--batch-size`` alone there is room for that many of the longest samples, unless their length is the automatic
+    limit, which few samples reach. Otherwise a batch is at most about a
     quarter of a shard: batches in flight are pinned memory, which takes time to allocate and to release.
     """
     if spec.batch_tokens is not None:
         return spec.batch_tokens
-    if spec.batch_size is not None:
-        return spec.batch_size * spec.data.max_seq_length
+    rows = None if spec.batch_size is None else spec.batch_size * spec.data.longest
+    if rows is not None and spec.data.max_seq_length != AUTO:
+        return rows
     most = int(spec.shard_size_gb * 1e9 / 4 / bytes_per_token)
     floor, ceiling = _BATCH_TOKENS[jax.default_backend()]
-    return max(floor, min(ceiling, 1 << max(most, 1).bit_length() - 1))
+    usual = max(floor, min(ceiling, 1 << max(most, 1).bit_length() - 1))
+    return usual if rows is None else min(rows, max(usual, spec.data.longest))
 
 
 def _writers(output: str) -> int:
@@ -110,6 +113,13 @@ def _writers(output: str) -> int:
     if jax.default_backend() == "cpu" or is_remote(output) or jax.process_count() > 1:
         return 1
     return min(_MOST_WRITERS, max(1, (os.cpu_count() or 2) // 2))
+
+
+def _in_flight(writers: int, tokens: int, longest: int, token_bytes: int) -> int:
+    """Return how many batches may be in flight, if one of them may also be a single sample of the longest length."""
+    memory = host_memory()
+    most = memory // _MEMORY_SHARE // (longest * token_bytes) if longest > tokens else memory
+    return max(2, min(most, in_flight(writers, tokens * token_bytes, memory)))
 
 
 def in_flight(writers: int, batch_bytes: int, memory: int) -> int:

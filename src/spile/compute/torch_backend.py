@@ -434,7 +434,9 @@ def read_torch_config(raw: Mapping[str, Any]) -> ModelConfig:
     heads = heads if isinstance(heads, int) and heads > 0 else 1
     head_dim = max(2, 2 * (text.hidden_size // heads // 2))
     layers, width = text.num_hidden_layers, text.hidden_size
-    return ModelConfig(name, width, layers, heads, heads, head_dim, 4 * width, text.vocab_size)
+    longest = getattr(text, "max_position_embeddings", None)
+    longest = longest if isinstance(longest, int) and longest > 0 else None
+    return ModelConfig(name, width, layers, heads, heads, head_dim, 4 * width, text.vocab_size, positions=longest)
 
 
 def _decode_floats(value: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +24,10 @@ from spile.data.tokens import Encoded, Tokenizer
 from spile.errors import DataError, SpecError, SpileError
 from spile.objects.folder import iterate_ahead
 from spile.spec.identity import IN_TURN, StreamIdentity
+from spile.spec.lengths import PromptLengths
 from spile.spec.ranges import Ranges
 from spile.spec.run import DataSpec, PromptSpec, stream_file
-from spile.spec.sample import BAD_ROW, Part, Sample, Skip
+from spile.spec.sample import BAD_ROW, TOO_LONG, Part, Sample, Skip, prompt_length
 
 _CHARACTERS, _SAMPLES, _AHEAD = 1 << 18, 2048, 16
 """The size of a chunk, which is tokenized in parallel, and the number of chunks in the queue: about two million tokens,
@@ -35,6 +38,8 @@ MAX_INDEX = 1 << 53
 """Larger than the number of any sample."""
 _ONE_HOST = "continue the run on one host, or start it again with another --output"
 _PREVIEW = 96
+_MEASURED, _QUICK = 256, 0.25
+"""The number of prompts whose lengths are measured before a run: a quarter of them if these take longer than this."""
 _MAX_REASON = 300
 
 
@@ -123,6 +128,40 @@ class SampleStream:
         """The prompt options, with the kind resolved."""
         return self._builder.spec
 
+    @property
+    def long(self) -> Literal["truncate", "skip"]:
+        """Whether samples that are too long are cut or skipped."""
+        return self._spec.long_policy(self.prompt.kind)
+
+    def with_spec(self, spec: DataSpec) -> SampleStream:
+        """Return the same stream with another limit of length."""
+        return replace(self, _spec=spec)
+
+    def measure(self) -> PromptLengths | None:
+        """Return the lengths of some prompts without a limit, within about a second; None for packed sequences.
+
+        They are spread over a dataset that was read as a whole, and at the beginning of a larger one.
+        """
+        if self.prompt.pack:
+            return None
+        known, each = self.identity.samples, self.prompt.predictions_per_task
+        total = min(MAX_INDEX if known is None else known, self._limit)
+        count = min(total, _MEASURED if known is not None else (self.identity.head or 0) * each, _MEASURED)
+        places = range(count) if known is None else [place * total // count for place in range(count)]
+        began, lengths = time.monotonic(), self._lengths(places[::4])
+        if time.monotonic() - began < _QUICK:
+            lengths += self._lengths(sorted({*places} - {*places[::4]}))
+        return PromptLengths(lengths, self._spec.longest, self.long == "skip", exact=len(lengths) == total)
+
+    def _lengths(self, places: Sequence[int]) -> list[int]:
+        reader = self.read(Ranges([(0, MAX_INDEX)]) - Ranges.of(places))
+        try:
+            return [length for item in reader if (length := prompt_length(item)) is not None]
+        except SpileError:  # The run reports it, after it has committed the samples before.
+            return []
+        finally:
+            reader.close()
+
     def read(self, done: Ranges, parts: Sequence[Part] = (), end: int | None = None) -> SampleReader:
         """Read the samples that are not done, in index order. A sample does not depend on which others are done.
 
@@ -210,7 +249,7 @@ class SampleStream:
     def _packed_sequences(self, done: Ranges, reader: PartReader) -> Iterator[list[Sample | Skip] | int]:
         """Yield packed sequences and, if all rows were read, their number."""
         limit, index = self._limit, 0
-        for name, tokens in pack(self._documents(reader), self._spec.max_seq_length, self._tokenizer):
+        for name, tokens in pack(self._documents(reader), self._spec.longest, self._tokenizer):
             if index >= limit:
                 return
             if index not in done:
@@ -228,11 +267,11 @@ class SampleStream:
                 yield prompt.task_id, encoded.tokens
 
     def _to_sample(self, prompt: Prompt, encoded: Encoded) -> Sample | Skip:
-        count, most = len(encoded.tokens), self._spec.max_seq_length
+        count, most = len(encoded.tokens), self._spec.longest
         if count == 0 or (prompt.tokens is None and not prompt.text.strip()):
             return Skip(prompt.index, prompt.task_id, "empty")
-        if count > most and self._spec.long == "skip":
-            return Skip(prompt.index, prompt.task_id, "too long", {"tokens": count, "max_seq_length": most})
+        if count > most and self.long == "skip":
+            return Skip(prompt.index, prompt.task_id, TOO_LONG, {"tokens": count, "max_seq_length": most})
         return Sample(
             index=prompt.index,
             task_id=prompt.task_id,

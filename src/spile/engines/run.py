@@ -95,7 +95,8 @@ def run_on_engine(
         inputs = tuple(filter(is_location, (data, typed.model)))
         with cluster_check(typed.output, inputs) as asked:
             runner.check(asked)
-        _check_run(runner, typed, clear)
+        if lengths := _check_run(runner, typed, clear):
+            log(lengths)
         spec = _for_workers(_with_streams(spec, runner, engine.num_streams, log))
         root = open_folder(spec.output)
         refuse_other_spec(root, replace(spec, data=stored_tokens(spec.data)))
@@ -129,8 +130,11 @@ def _split_of(spec: RunSpec) -> str:
     return f"{spec.output.rstrip('/')}/{SPLIT}"
 
 
-def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
+def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> str:
     """Let one worker check the run as if it were the only one, before anything is written.
+
+    Returns:
+        What the limit of length does to the prompts.
 
     Raises:
         SpileError: What a run of one worker would report, with the same exit code.
@@ -146,6 +150,7 @@ def _check_run(runner: Engine, spec: RunSpec, clear: Mapping[int, str]) -> None:
     if end.code:
         kind = UserError if end.code == UserError.exit_code else Failure
         raise kind(end.last_line.removeprefix("spile: ") or f"the check of the run ended with exit code {end.code}")
+    return end.last_line
 
 
 def _tasks(data: DataSpec, url: str, clear: Mapping[int, str]) -> list[StreamTask]:

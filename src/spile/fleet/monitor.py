@@ -373,6 +373,7 @@ class FleetStatus:
             "actions": list(self.actions),
             "problems": list(self.problems),
             "quarantined": self.snapshot.quarantined,
+            "cut": self.snapshot.cut,
         }
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from spile.compute.batches import Sizes, batches
 from spile.compute.device import DeviceProducer, configure_jax
+from spile.compute.length import room_here, with_length
 from spile.compute.mesh import arrange_devices
 from spile.compute.producer import Producer, check_answer_positions, rows_by_sample, with_positions
 from spile.compute.torch_backend import load_replicas
@@ -35,14 +36,24 @@ from spile.run.resolve import (
     check_editable,
     compute_dtype_for,
     find_model,
-    limit_to_learned_positions,
+    learned,
     prompt_tokenizer,
     use_device,
 )
 from spile.spec.amounts import counted
 from spile.spec.positions import MEAN
 from spile.spec.ranges import Ranges
-from spile.spec.run import EVERY_FIELD, BadRows, Gradients, LongPolicy, PromptKind, PromptVersion, RunSpec, make_spec
+from spile.spec.run import (
+    EVERY_FIELD,
+    Automatic,
+    BadRows,
+    Gradients,
+    LongPolicy,
+    PromptKind,
+    PromptVersion,
+    RunSpec,
+    make_spec,
+)
 from spile.spec.sample import Sample, Skip
 from spile.spec.taps import Tap, tap_rows
 
@@ -74,7 +85,7 @@ class TapOptions(TypedDict, total=False):
     column: str
     grid_encoder: str
     prompt_version: PromptVersion
-    max_seq_length: int
+    max_seq_length: int | Automatic
     long: LongPolicy
     seed: int
     max_samples: int | None
@@ -239,7 +250,11 @@ class Model:
         if spec.positions == MEAN:
             fix = 'use acts.numpy(tap, positions="mean") on the result'
             raise SpecError("positions", expected="a choice of tokens", found="'mean'", fix=fix)
-        return limit_to_learned_positions(spec, self.files, self.spec.backend)
+        backend, config = self.spec.backend, self.files.config
+        chosen = spec.selected_taps(config.n_layers)
+        row = len(chosen) * config.d_model * 4
+        known = learned(self.files, replace(spec, backend=backend))
+        return with_length(spec, None, config, chosen, row, lambda: room_here(backend), known)
 
     def _samples(self, data: Any, spec: RunSpec) -> list[Sample | Skip]:
         """Tokenize the data, and choose the positions whose rows are returned."""

@@ -97,6 +97,8 @@ class ModelConfig:
     """The rope of layers with a window, if it differs."""
     learned_positions: int | None = None
     """The number of positions with a learned embedding, if the family has these instead of rotations."""
+    positions: int | None = None
+    """The longest sample that the model was made for, in tokens; None if its config does not state it."""
     attention_scale: float | None = None
     """The factor on the scores; None: 1 / √head_dim."""
     attention_softcap: float | None = None

@@ -27,6 +27,8 @@ class Lengths:
     """The number of dataset rows that were read, if ``samples`` is an estimate from them."""
     counted_rows: Sequence[int] | None = None
     """The numbers of stored activation rows of the counted samples; None if every token has one."""
+    prompts: Sequence[int] = ()
+    """The lengths of the counted prompts without a limit; none for packed sequences."""
 
     @property
     def exact(self) -> bool:

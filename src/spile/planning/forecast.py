@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spile.compute.length import Room, automatic_length
 from spile.compute.producer import check_answer_positions, with_positions
 from spile.compute.sizes import host_memory
 from spile.data.samples import MAX_INDEX, SampleStream, open_stream
@@ -30,10 +31,12 @@ from spile.planning.tpu_compiler import Program
 from spile.reading.dataset import stored_tokens
 from spile.run.resolve import prompt_tokenizer
 from spile.spec.amounts import counted, duration, size
+from spile.spec.identity import RunIdentity
+from spile.spec.lengths import PromptLengths
 from spile.spec.positions import ALL
 from spile.spec.ranges import Ranges
-from spile.spec.run import RunSpec
-from spile.spec.sample import Sample
+from spile.spec.run import AUTO, RunSpec
+from spile.spec.sample import Sample, prompt_length
 from spile.spec.taps import Tap, row_bytes, tap_rows
 
 
@@ -51,6 +54,8 @@ class Forecast:
     """Counted samples without rows."""
     bytes_per_token: int
     """What one token takes in a shard."""
+    kind: str = "text"
+    """What a row of the dataset is."""
     estimate: Estimate | None = None
     """Hours and dollars on the machine that was asked for."""
 
@@ -102,6 +107,13 @@ class Forecast:
         last, head = layers_needed(self.taps, self.config.n_layers) - 1, head_needed(self.taps)
         return flops_per_token(self.config, mean, last, head=head)
 
+    @property
+    def limit(self) -> PromptLengths | None:
+        """What the limit of length does to the counted prompts; None for packed sequences."""
+        data, exact = self.spec.data, self.lengths.exact
+        skips = data.long_policy(self.kind) == "skip"
+        return PromptLengths(self.lengths.prompts, data.longest, skips, exact) if self.lengths.prompts else None
+
     def on(self, machine: Machine, prices: Prices, *, rates: Rates, workers: int) -> Estimate:
         """Estimate the run on several machines of one type."""
         return estimate(
@@ -116,7 +128,7 @@ class Forecast:
     def program(self, machine: Machine) -> Program:
         """Return the program for the TPU compiler: that of the longest samples, which takes the most memory."""
         dtype = "bfloat16" if self.spec.dtype == "auto" else self.spec.dtype
-        longest = min(self.spec.data.max_seq_length, max(self.lengths.counted, default=1))
+        longest = min(self.spec.data.longest, max(self.lengths.counted, default=1))
         length = -(-longest // 128) * 128
         return Program(self.config, self.taps, machine.name, length, dtype, self.spec.store_dtype, self.spec.mesh_shape)
 
@@ -136,6 +148,8 @@ class Forecast:
             "tokens": volume.tokens,
             "tokens_standard_error": self.lengths.error,
             "tokens_per_sample": self.lengths.mean,
+            "max_seq_length": self.spec.data.longest,
+            "length": None if self.limit is None else self.limit.record(),
             "rows": volume.tokens if volume.rows is None else volume.rows,
             "bytes_per_token": volume.bytes_per_token,
             "bytes": volume.bytes,
@@ -144,10 +158,19 @@ class Forecast:
         }
 
 
-def plan(spec: RunSpec, count: int = 1000) -> Forecast:
+def plan(
+    spec: RunSpec, count: int = 1000, *, machines: Iterable[Machine] = (), existing: RunIdentity | None = None
+) -> Forecast:
     """Forecast a run: tokenize ``count`` samples and count their tokens.
 
     They are evenly spread over a small dataset, and over the beginning of a large one, which is not read to its end.
+
+    Args:
+        spec: The run.
+        count: The number of samples to tokenize.
+        machines: The machines of the run, whose memory limits the length of samples; by default this one.
+        existing: The run that is continued, if there is one.
+
     """
     files = model_files.find(spec.model, spec.revision, weights=False)
     taps = spec.selected_taps(files.config.n_layers)
@@ -156,16 +179,44 @@ def plan(spec: RunSpec, count: int = 1000) -> Forecast:
     whole = spec.data.location.endswith(".json")  # one document, which is read as a whole in any case
     stream = open_stream(spec.data, tokenizer, files.config.vocab_size, read_all=whole)
     check_answer_positions(spec, stream.prompt.kind)
+    token_bytes = row_bytes(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
+    spec = _with_length(spec, files.config, taps, token_bytes, machines, existing)
+    stream = stream.with_spec(spec.data)
     if stream.identity.head is None:
         lengths = _count(stream, spec, count, stream.identity.samples)
     else:
         lengths = _estimate(spec, stream, tokenizer, count)
-    token_bytes = row_bytes(tap_rows(tap, files.config.sizes(tap.layer), spec.store_dtype) for tap in taps)
     limit = spec.data.token_limit(token_bytes)
     if limit is not None and lengths.rows > limit:
         lengths = lengths.first(max(1, math.ceil(limit * lengths.samples / lengths.rows)))
     skipped = sum(not length for length in lengths.counted)
-    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, token_bytes)
+    kind = stream.prompt.kind
+    return Forecast(spec, files.name, files.config, taps, stream.identity.data, lengths, skipped, token_bytes, kind)
+
+
+def _with_length(
+    spec: RunSpec,
+    config: ModelConfig,
+    taps: Sequence[Tap],
+    token_bytes: int,
+    machines: Iterable[Machine],
+    existing: RunIdentity | None,
+) -> RunSpec:
+    """Return the spec with its automatic limit of length: that of the existing run, else of the smallest machine."""
+    data = spec.data
+    if data.max_seq_length != AUTO:
+        return spec
+    if existing is not None:
+        return replace(spec, data=data.of_run(existing.max_seq_length, existing.long))
+    rooms = [Room(machine.hbm_per_device, machine.devices) for machine in machines] or [_room_here()]
+    length = automatic_length(spec, config, taps, token_bytes, rooms, config.learned_positions)
+    return replace(spec, data=replace(data, resolved_length=length))
+
+
+def _room_here() -> Room:
+    """Return the room on this machine, without initialising its devices."""
+    gpu = gpus_here(tuple(_gpu_names()))
+    return Room(host_memory(), host=True) if gpu is None else Room(gpu.hbm_per_device, gpu.devices)
 
 
 def _count(stream: SampleStream, spec: RunSpec, count: int, samples: int | None) -> Lengths:
@@ -173,10 +224,12 @@ def _count(stream: SampleStream, spec: RunSpec, count: int, samples: int | None)
     most = spec.data.sample_limit
     total = samples if most is None or samples is None else min(most, samples)
     done = Ranges() if total is None else _all_except(total, count)
-    items = with_positions(stream.read(done), spec)
+    items = list(with_positions(stream.read(done), spec))
+    prompts = [length for item in items if (length := prompt_length(item)) is not None]
     found = [(len(item), item.rows) if isinstance(item, Sample) else (0, 0) for item in items]
     samples = len(found) if total is None else total
-    return Lengths([tokens for tokens, _ in found], samples, counted_rows=[rows for _, rows in found])
+    rows = [rows for _, rows in found]
+    return Lengths([tokens for tokens, _ in found], samples, counted_rows=rows, prompts=prompts)
 
 
 def _estimate(spec: RunSpec, stream: SampleStream, tokenizer: Tokenizer, count: int) -> Lengths:
@@ -193,7 +246,7 @@ def _estimate(spec: RunSpec, stream: SampleStream, tokenizer: Tokenizer, count: 
         )
         documents = open_stream(single.data, tokenizer, read_all=False)
         tokens = replace(_count(documents, single, count, head), samples=total, head=head).tokens
-        length = spec.data.max_seq_length
+        length = spec.data.longest
         most = min(MAX_INDEX if limit is None else limit, max(1, tokens // length))
         return Lengths([length], most, head)
     each = stream.prompt.predictions_per_task

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spile.spec.amounts import counted
+from spile.spec.lengths import cut_text
 from spile.spec.ranges import Ranges
 from spile.spec.sample import Skip
 
@@ -131,6 +132,10 @@ class StreamReport:
     """The name of the stream's folder."""
     limits: str = ""
     """The flags that ended the stream before the end of its data, such as ``--max-samples 100``."""
+    cut: int = 0
+    """The stored samples that were cut to the maximum length."""
+    too_long: int = 0
+    """The skipped samples that are longer than that."""
 
     @property
     def ok(self) -> bool:
@@ -154,6 +159,8 @@ class Report:
     """The streams that must exist but were never started."""
     unchecked: tuple[str, ...] = ()
     """What could not be checked, and why."""
+    max_seq_length: int = 0
+    """The longest sample that the run stores, in tokens."""
 
     def __repr__(self) -> str:
         found = counted(len(self.all_problems), "problem") if self.all_problems else "proven"
@@ -169,6 +176,14 @@ class Report:
     def limits(self) -> str:
         """The flags that ended streams before the end of their data, according to the commits."""
         return ", ".join(dict.fromkeys(stream.limits for stream in self.streams if stream.limits))
+
+    @property
+    def cut(self) -> str:
+        """What the limit of length did, according to the commits; empty if no sample is longer."""
+        cut, too_long, stored, skipped = (
+            sum(getattr(stream, name) for stream in self.streams) for name in ("cut", "too_long", "samples", "skipped")
+        )
+        return cut_text(cut, too_long, stored + skipped, self.max_seq_length)
 
     @property
     def quarantined(self) -> tuple[Skip, ...]:
@@ -189,6 +204,8 @@ class Report:
             "streams": [_stream_json(stream) for stream in self.streams],
             "streams_expected": self.streams_expected,
             "limits": self.limits,
+            "max_seq_length": self.max_seq_length,
+            "cut": self.cut,
             "never_begun": self.never_begun.pairs(),
             "problems": [vars(problem) for problem in self.all_problems],
             "unchecked": list(self.unchecked),

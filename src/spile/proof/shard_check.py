@@ -23,7 +23,7 @@ from spile.spec.sample import Prediction, Role
 from spile.spec.taps import STORED_TYPES
 from spile.store.ledger import ShardRecord
 from spile.store.predictions import Decode, find_answer_problems, outside_vocabulary, read_predictions
-from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema
+from spile.store.shard import CHUNKS, CONTEXT, CONTEXT_OFFSETS, POSITIONS, TAIL, ShardSchema, count_cut
 from spile.store.shard_reader import ShardReader
 from spile.store.statistics import SUMS, TapAccumulator, TapStatistics, TopRow
 from spile.store.writer import StreamRecord
@@ -108,6 +108,8 @@ def _check_index(shard: ShardReader, keep: tuple[str, ...]) -> list[str]:
         problems.append("sample_index is not the commit's samples")
     if [note.get("index") for note in shard.notes] != index.tolist():
         problems.append("the header's samples are not those of sample_index")
+    if (cut := count_cut(shard.notes)) != shard.record.cut:
+        problems.append(f"the commit counts {shard.record.cut} cut samples, the header {cut}")
     incomplete = [note["index"] for note in shard.notes if sorted(note.get("kept") or ()) != sorted(keep)]
     if incomplete and keep != (EVERY_FIELD,):  # which fields a row has is then known from the data alone
         problems.append(

@@ -136,6 +136,7 @@ def verify(
         streams_expected=expected_streams(records),
         never_begun=never,
         unchecked=(*unchecked, *others.unchecked),
+        max_seq_length=run.max_seq_length,
     )
     if repair:
         report = replace(report, streams=tuple(map(_repair, found, report.streams)))
@@ -353,6 +354,8 @@ def _report_on(stream: _LedgerCheck, run: RunIdentity, max_samples: int | None) 
         doubled=ledger.doubled,
         problems=tuple(problems),
         stale_commits=Ranges.of(commit.number for commit in stream.stale),
+        cut=ledger.cut,
+        too_long=ledger.too_long,
         limits=f"--max-samples {max_samples}" if max_samples else ledger.limit.flags if ledger.limit else "",
     )
 

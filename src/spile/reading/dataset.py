@@ -38,7 +38,7 @@ from spile.reading.samples import (
 from spile.spec.amounts import counted, size
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import STORED, DataSpec
+from spile.spec.run import AUTO, STORED, DataSpec
 from spile.spec.taps import Tap
 from spile.store.layout import RUN
 from spile.store.ledger import ShardRecord
@@ -511,7 +511,9 @@ def stored_tokens(data: DataSpec) -> DataSpec:
         rows=TokenRows(dataset),
         prompt=replace(data.prompt, kind="tokens", column="input_ids"),
         keep=data.keep or dataset.run.keep,
-        max_seq_length=max(data.max_seq_length, dataset.run.max_seq_length + answer),
+        max_seq_length=max(
+            0 if data.max_seq_length == AUTO else data.max_seq_length, dataset.run.max_seq_length + answer
+        ),
     )
 
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from spile.compute.length import Room, room_here, with_length
 from spile.compute.mesh import select_device
 from spile.compute.producer import check_answer_positions, check_tokens
 from spile.compute.progress import Progress
@@ -50,10 +51,10 @@ from spile.reading.dataset import no_config, stored_tokens
 from spile.reading.dataset import open as open_dataset
 from spile.spec.identity import RunIdentity
 from spile.spec.ranges import Ranges
-from spile.spec.run import EVERY_FIELD, DataSpec, GenerationSpec, PromptSpec, RunSpec
+from spile.spec.run import AUTO, EVERY_FIELD, DataSpec, GenerationSpec, PromptSpec, RunSpec
 from spile.spec.safetensors import parse_header
 from spile.spec.sample import Sample
-from spile.spec.taps import REPORTED, Steer, Tap, TapRows, tap_rows
+from spile.spec.taps import REPORTED, Steer, Tap, TapRows, row_bytes, tap_rows
 from spile.store.layout import stream_folder
 from spile.store.run import join_run, read_run
 from spile.store.writer import read_stream
@@ -292,7 +293,13 @@ _CHECKED_SAMPLES = 256
 """Samples whose tokens are checked before anything is written if the tokenizer has more tokens than the model."""
 
 
-def resolve(spec: RunSpec, progress: Progress | None = None, *, start_over: bool = False) -> ResolvedRun:
+def resolve(
+    spec: RunSpec,
+    progress: Progress | None = None,
+    *,
+    start_over: bool = False,
+    agree: Callable[[str, Any], Any] = lambda _, value: value,
+) -> ResolvedRun:
     """Find and check everything that a spec names, as far as possible before the weights are loaded.
 
     The devices are initialised and the weights are hashed while the tokenizer and the data are read.
@@ -301,6 +308,7 @@ def resolve(spec: RunSpec, progress: Progress | None = None, *, start_over: bool
         spec: The run spec.
         progress: Counters and messages for a display.
         start_over: Whether the stored stream will be cleared, so that its data may differ.
+        agree: Returns the value of the first host of a pod, by a name.
 
     """
     progress = progress or Progress()
@@ -317,9 +325,8 @@ def resolve(spec: RunSpec, progress: Progress | None = None, *, start_over: bool
             get_platform()  # at once: there is no fallback for a device that the user names
         names = spec.stream_names if existing is None else existing.folders
         spec = replace(spec, backend=backend, stream_names=names)
-        spec = limit_to_learned_positions(spec, files, backend)
         weights = threads.submit(progress.span("the weights' checksum")(files.weights_hash))
-        return _resolve(spec, root, existing, files, get_platform, weights, start_over=start_over)
+        return _resolve(spec, root, existing, files, get_platform, weights, agree, start_over=start_over)
 
 
 def _resolve(
@@ -329,6 +336,7 @@ def _resolve(
     files: model_files.ModelFiles,
     get_platform: Callable[[], str],
     weights: Future[str],
+    agree: Callable[[str, Any], Any],
     *,
     start_over: bool,
 ) -> ResolvedRun:
@@ -340,6 +348,12 @@ def _resolve(
     tokenizer = prompt_tokenizer(files, spec.data.prompt, optional=generation is None)
     spec = replace(spec, data=replace(spec.data, keep=_fields_to_keep(spec.data, existing)))
     samples = _open_samples(spec, root, tokenizer, files.config.vocab_size, start_over=start_over)
+    spec = with_length(
+        spec, existing, files.config, taps, row_bytes(rows), lambda: _room(get_platform, spec), learned(files, spec)
+    )
+    if spec.data.max_seq_length == AUTO:  # the hosts of a pod may have different amounts of memory
+        spec = replace(spec, data=replace(spec.data, resolved_length=agree("max_seq_length", spec.data.longest)))
+    samples = samples.with_spec(spec.data)
     if spec.dtype == "auto":
         dtype: Any = existing.dtype if existing else compute_dtype_for(get_platform())
         spec = replace(spec, dtype=dtype)
@@ -353,8 +367,8 @@ def _resolve(
         tokenizer=files.tokenizer_hash() if tokenizer.missing is None else "none",
         prompt=samples.prompt,
         seed=spec.data.seed,
-        max_seq_length=spec.data.max_seq_length,
-        long=spec.data.long,
+        max_seq_length=spec.data.longest,
+        long=samples.long,
         dtype=spec.dtype,
         store_dtype=spec.store_dtype,
         backend=existing.backend if existing is not None and spec.same_numbers else spec.backend,
@@ -402,23 +416,14 @@ def _open_samples(
     return samples
 
 
-def limit_to_learned_positions(spec: RunSpec, files: model_files.ModelFiles, backend: str) -> RunSpec:
-    """Return a spec whose samples, answers included, are not longer than the model's learned positions.
+def _room(get_platform: Callable[[], str], spec: RunSpec) -> Room:
+    get_platform()  # after this, the devices can be asked for their memory
+    return room_here(spec.backend)
 
-    The default of ``--max-seq-length`` is lowered; another value that is too large is refused.
-    """
-    learned = files.config.learned_positions if backend == "jax" else learned_positions(files)
-    answer = 0 if spec.generation is None else spec.generation.max_new_tokens
-    if learned is None or spec.data.max_seq_length + answer <= learned:
-        return spec
-    if spec.data.max_seq_length == DataSpec.max_seq_length and learned > answer:
-        return replace(spec, data=replace(spec.data, max_seq_length=learned - answer))
-    raise SpecError(
-        "--max-seq-length and --max-new-tokens together" if answer else "--max-seq-length",
-        expected=f"at most {learned}, the positions that {spec.model} has learned",
-        found=spec.data.max_seq_length + answer,
-        fix=f"add --max-seq-length {max(1, learned - answer)}",
-    )
+
+def learned(files: model_files.ModelFiles, spec: RunSpec) -> int | None:
+    """Return the number of positions that the model has learned, if it has these."""
+    return learned_positions(files) if spec.backend == "torch" else files.config.learned_positions
 
 
 def _fields_to_keep(data: DataSpec, existing: RunIdentity | None) -> tuple[str, ...]:

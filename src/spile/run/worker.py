@@ -30,10 +30,11 @@ from spile.run.pipeline import Sink, run_pipeline
 from spile.run.pod.pod import WorkerGroup, check_same_command
 from spile.run.resolve import resolve, wants_statistics
 from spile.spec.amounts import counted, duration, size
+from spile.spec.lengths import cut_text
 from spile.spec.phase import Phase
 from spile.spec.positions import ALL, ANSWER
 from spile.spec.ranges import Ranges
-from spile.spec.run import RunSpec
+from spile.spec.run import AUTO, RunSpec
 from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_unfinished, stream_version
 from spile.store.index import write_entry
@@ -49,7 +50,7 @@ from spile.store.quarantine import (
     section_size,
     write_trials,
 )
-from spile.store.run import claim_answers, join_run, refuse_other_answers, write_spec
+from spile.store.run import claim_answers, join_run, read_run, refuse_other_answers, write_spec
 from spile.store.writer import StreamWriter, join_stream, read_stream
 
 _CONTROLS = 64
@@ -85,33 +86,50 @@ def run_stream(
     """
     progress, hosts = progress or Progress(), (hosts or WorkerGroup()).begin_run()
     check_generation(spec)
+    stop = stop or threading.Event()
+    try:
+        return _run_stream(spec, clear, progress, stop, hosts)
+    except _OtherLength as error:
+        progress.log(str(error))
+        return _run_stream(spec, clear, progress, stop, hosts)
+
+
+def _run_stream(
+    spec: RunSpec, clear: str | None, progress: Progress, stop: threading.Event, hosts: WorkerGroup
+) -> Summary:
     configure_jax(spec.device)
     progress.phase(Phase.LOOKING, "at the model and the data")
     _check_command_and_output(spec, progress, hosts)
     if spec.answers_dir is not None:
         refuse_other_answers(open_folder(spec.answers_dir), open_folder(spec.output))
     clear = hosts.agree("clear", clear if clear and _version(spec) == clear else "")
-    run = resolve(spec, progress, start_over=bool(clear))
-    if run.spec.data.max_seq_length != spec.data.max_seq_length:
-        progress.log(f"--max-seq-length {run.spec.data.max_seq_length}: {spec.model} has no positions beyond")
+    run = resolve(spec, progress, start_over=bool(clear), agree=hosts.agree)
     stream = _existing_stream(run) if hosts.first and not clear else None
     if not hosts.agree("left", stream is None or _has_work(run, stream)):
         stream = stream or join(run)
         run.samples.check_unchanged(stream.ledger.parts, stream.ledger.end)
         return _finish(run, stream, progress, hosts, finished=True, device="none: nothing was left to do")
+    if hosts.first and run.lengths is not None:
+        progress.log(run.lengths.sentence())
     progress.phase(Phase.LOADING, "the model")
     before = _state(stream)
     with found_late(lambda: _state(_existing_stream(run)) != before):
-        stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop or threading.Event(), hosts)
+        stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop, hosts)
     hosts.barrier("final_checkpoint")
     return _finish(run, stream, progress, hosts, finished=finished, device=device)
 
 
-def check_run(spec: RunSpec, *, start_over: bool = False) -> None:
-    """Raise what :func:`run_stream` would raise before it loads the model. Nothing is written."""
+def check_run(spec: RunSpec, *, start_over: bool = False) -> str:
+    """Raise what :func:`run_stream` would raise before it loads the model. Nothing is written.
+
+    Returns:
+        What the limit of length does to the prompts; empty for packed sequences.
+
+    """
     check_generation(spec)
     configure_jax(spec.device)
-    resolve(spec, start_over=start_over)
+    lengths = resolve(spec, start_over=start_over).lengths
+    return "" if lengths is None else lengths.sentence()
 
 
 def _load_and_work(
@@ -399,8 +417,16 @@ def _finish(
         interrupted=not finished,
         skipped=ledger.skipped,
         quarantined=ledger.quarantined,
+        cut=_cut(run, ledger),
         device=device,
     )
+
+
+def _cut(run: ResolvedRun, ledger: Ledger) -> str:
+    """Return what the limit of length did, and what was expected if that was said before this run."""
+    prompts = ledger.samples + ledger.skipped
+    text, said = cut_text(ledger.cut, ledger.too_long, prompts, run.identity.max_seq_length), vars(run).get("lengths")
+    return f"{text} (expected: {said.share_text})" if text and said is not None else text
 
 
 # -- the producer ------------------------------------------------------------------------------------------
@@ -495,7 +521,7 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamWriter | None, hosts: Worke
     """Return the stream and its done samples: on every process those of process 0's ledger."""
     plan: dict[str, Any] = {}
     if hosts.first:
-        join_run(run.root, run.identity)
+        _join_run(run, hosts)
         stream = stream or join(run)
         plan = {"attempt": stream.attempt, "stream": stream.record.id, "done": stream.ledger.done.pairs()}
         plan["folders"] = run.identity.folders
@@ -511,6 +537,23 @@ def _agree_on_stream(run: ResolvedRun, stream: StreamWriter | None, hosts: Worke
         join_run(run.root, run.identity)  # compares: a host with another model or data fails, and all end
         stream = join(run, plan["attempt"], plan["stream"])
     return stream, Ranges((start, stop) for start, stop in plan["done"])
+
+
+class _OtherLength(Exception):
+    """Another worker has just created the run with another automatic limit of length, which counts for all workers."""
+
+
+def _join_run(run: ResolvedRun, hosts: WorkerGroup) -> None:
+    """Create the run, or compare with it."""
+    try:
+        join_run(run.root, run.identity)
+    except RunMismatch:
+        stored = read_run(run.root)
+        if hosts.name or run.spec.data.max_seq_length != AUTO or stored is None:
+            raise
+        if stored.max_seq_length == run.identity.max_seq_length:
+            raise
+        raise _OtherLength(f"{run.root.url} was just created with --max-seq-length {stored.max_seq_length}") from None
 
 
 def _remove_remains(stream: StreamWriter, progress: Progress) -> None:

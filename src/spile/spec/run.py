@@ -82,6 +82,10 @@ PromptVersion = Literal[
 ]
 """The ARC prompts; ``docs/prompts.md`` shows their texts."""
 LongPolicy = Literal["auto", "truncate", "skip"]
+Automatic = Literal["auto"]
+AUTO: Automatic = "auto"
+MAX_LENGTH = 1 << 20
+"""The largest value of ``--max-seq-length``."""
 BadRows = Literal["error", "skip"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 StoreDtype = Literal["bfloat16", "float32", "float16", "int8", "float8_e4m3"]
@@ -110,6 +114,15 @@ def parse_mesh_shape(text: str) -> tuple[int, int]:
         raise SpecError("--mesh-shape", expected="DATA,MODEL such as 16,16", found=repr(text))
     data, model = (*map(int, words), 1)[:2]
     return data, model
+
+
+def parse_length(text: str) -> int | Automatic:
+    """Parse the value of ``--max-seq-length``."""
+    if text.strip() == AUTO:
+        return AUTO
+    if not text.strip().isdecimal():
+        raise SpecError("--max-seq-length", expected="auto or a whole number", found=repr(text))
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -167,9 +180,17 @@ class DataSpec:
         limits=(0, 99_999),
     )
     prompt: PromptSpec = field(default_factory=PromptSpec)
-    max_seq_length: int = _prompts(2048, "The longest sample, in tokens.", limits=(1, 1 << 20), common=("extract",))
+    max_seq_length: int | Automatic = _prompts(
+        AUTO,
+        "The longest sample, in tokens. auto: what the run already uses; otherwise what the model takes and the memory "
+        "of a device holds.",
+        parse=parse_length,
+        common=("extract",),
+    )
     long: LongPolicy = _prompts(
-        "auto", "Whether a longer sample is cut or skipped.", default="truncate; skip if answers are generated"
+        "auto",
+        "Whether a longer sample is cut or skipped. auto: skip if answers are generated, and ARC tasks and chats above "
+        "an automatic limit, because their end is their question; truncate otherwise.",
     )
     max_samples: int | None = _data(
         None, "Stop after this many samples, the first of the data.", limits=(1, 1 << 40), common=_BOTH
@@ -217,9 +238,13 @@ class DataSpec:
     """The rows of data that is given in Python instead of by name. It is not part of the serialised form."""
     share: LimitShare | None = field(default=None, repr=False, compare=False)
     """The stream's part of the limits, if the run has several. It is not part of the serialised form."""
+    resolved_length: int | None = field(default=None, repr=False, compare=False)
+    """The number that ``--max-seq-length auto`` stands for in this run. It is not part of the serialised form."""
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.max_seq_length != AUTO:
+            check_number("--max-seq-length", parse_length(str(self.max_seq_length)), 1, MAX_LENGTH)  # type: ignore[arg-type]
         check_number("of_streams", self.of_streams, self.worker_id + 1, 100_000)
         if self.bad_rows == "skip" and self.prompt.pack:
             raise SpecError("--bad-rows skip", expected="one sample per row", found="--pack")
@@ -229,6 +254,22 @@ class DataSpec:
             raise SpecError(
                 "--keep", expected="one sample per row", found="--pack, which joins parts of many rows to one sample"
             )
+
+    @property
+    def longest(self) -> int:
+        """The longest sample, in tokens. An automatic limit that is not resolved yet is no limit."""
+        return self.resolved_length or MAX_LENGTH if self.max_seq_length == AUTO else self.max_seq_length
+
+    def of_run(self, length: int, long: str) -> DataSpec:
+        """Return the data with the automatic limit of length of an existing run, and what happens above it."""
+        long = long if self.long == "auto" else self.long
+        return replace(self, resolved_length=length, long=long)  # type: ignore[arg-type]
+
+    def long_policy(self, kind: str) -> Literal["truncate", "skip"]:
+        """Return whether samples of this kind of prompt that are too long are cut or skipped."""
+        if self.long != "auto":
+            return self.long
+        return "skip" if self.max_seq_length == AUTO and kind in ("arc", "chat") else "truncate"
 
     def token_limit(self, bytes_per_token: int) -> int | None:
         """Return the number of stored tokens at which ``max_tokens`` or ``max_bytes`` ends a stream, or None."""
@@ -428,6 +469,9 @@ class RunSpec:
             fix = f"write to a folder or a bucket, and then: spile push ROOT {self.output}"
             raise SpecError("--output", expected="a folder or a bucket", found=self.output, fix=fix)
         check_options(self)
+        if self.data.prompt.pack and self.data.max_seq_length == AUTO:
+            fix = "give the length of the sequences, such as --max-seq-length 2048"
+            raise SpecError("--pack", expected="a number of tokens as --max-seq-length", found=AUTO, fix=fix)
         check_positions(self.positions)
         for word in self.steer:
             Steer.parse(word)
@@ -443,8 +487,8 @@ class RunSpec:
         object.__setattr__(self, "taps", parse_tap_words(self.taps))
         if not self.output:
             object.__setattr__(self, "output", "./inference" if answers else "./activations")
-        if self.data.long == "auto":
-            object.__setattr__(self, "data", replace(self.data, long="skip" if answers else "truncate"))
+        if self.data.long == "auto" and answers:
+            object.__setattr__(self, "data", replace(self.data, long="skip"))
 
     def _check_captured(self) -> None:
         missing = {"none": True, "prompt": self.positions == ANSWER}

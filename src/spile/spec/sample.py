@@ -73,6 +73,8 @@ class Sample:
 
 QUARANTINED = "quarantined"
 """The reason of a skipped sample that ended the workers that computed it."""
+TOO_LONG = "too long"
+"""The reason of a skipped sample that is longer than ``--max-seq-length``."""
 BAD_ROW = "bad row"
 """The reason of a sample that ``--bad-rows skip`` leaves out."""
 
@@ -88,6 +90,14 @@ class Skip:
 
     def __str__(self) -> str:
         return f"{self.task_id} ({self.detail.get('cause') or self.reason})"
+
+
+def prompt_length(item: Sample | Skip) -> int | None:
+    """Return the length of a prompt before it was cut or skipped; None if it is not known."""
+    if isinstance(item, Sample):
+        return len(item) + item.truncated
+    tokens = item.detail.get("tokens")
+    return tokens if item.reason == TOO_LONG and isinstance(tokens, int) else None
 
 
 @dataclass(frozen=True, slots=True)

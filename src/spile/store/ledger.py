@@ -18,7 +18,7 @@ from spile.errors import Damaged, untrusted
 from spile.objects.crc import crc32c, from_hex, to_hex
 from spile.objects.folder import Folder, get_if_present
 from spile.spec.ranges import Ranges
-from spile.spec.sample import QUARANTINED, Part, Skip
+from spile.spec.sample import QUARANTINED, TOO_LONG, Part, Skip
 from spile.store.layout import COMMITS, commit_key, commit_number, is_shard, predictions_name
 
 FORMAT = 4
@@ -119,6 +119,8 @@ class ShardRecord:
     """The statistics of each tap's rows, if they were computed: see :mod:`spile.store.statistics`."""
     predictions: PredictionsRecord | None = None
     """The file with the answers, if answers were generated."""
+    cut: int = 0
+    """The number of samples that were cut to the maximum length."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as the commit stores it, and as the hosts of a pod send it to process 0."""
@@ -131,6 +133,7 @@ class ShardRecord:
             "samples": [list(pair) for pair in self.samples.pairs()],
             "count": self.count,
             "tokens": self.tokens,
+            **({"cut": self.cut} if self.cut else {}),
             **({"statistics": dict(self.statistics)} if self.statistics else {}),
             **({} if self.predictions is None else {"predictions": self.predictions.to_json()}),
         }
@@ -154,6 +157,7 @@ class ShardRecord:
             tokens=int(fields["tokens"]),
             statistics=dict(fields.get("statistics") or {}),
             predictions=PredictionsRecord.from_json(fields["predictions"]) if "predictions" in fields else None,
+            cut=int(fields.get("cut", 0)),
         )
         numbers = (record.size, record.tokens, *record.header, *record.samples.bounds())
         if not 0 <= min(numbers) <= max(numbers) < _MAX_NUMBER or record.header[0] > record.size:
@@ -161,8 +165,10 @@ class ShardRecord:
         answers = record.predictions
         if not is_shard(record.name) or (answers is not None and answers.name != predictions_name(record.name)):
             raise ValueError(f"{record.name!r} is not the name of a shard, or its answers have a different name")
-        if len(record.samples) != record.count:
-            raise ValueError(f"{record.name} counts {record.count} samples and lists {len(record.samples)}")
+        if len(record.samples) != record.count or not 0 <= record.cut <= record.count:
+            raise ValueError(
+                f"{record.name} counts {record.count} samples, {record.cut} cut, and lists {len(record.samples)}"
+            )
         return record
 
 
@@ -286,6 +292,10 @@ class Ledger:
     """The rows of a streamed dataset that were read, from its first row on."""
     limit: Limit | None = None
     """The limits that ended the stream; None if they did not, or if samples were committed after that."""
+    cut: int = 0
+    """The stored samples that were cut to the maximum length."""
+    too_long: int = 0
+    """The samples that were skipped because they are longer than that."""
 
     @property
     def rows(self) -> int | None:
@@ -337,7 +347,7 @@ class Ledger:
         """Return the ledger with these commits appended. All samples are sorted only once."""
         pairs, files, parts = self.done.pairs(), list(self.files), list(self.parts)
         quarantined = list(self.quarantined)
-        listed, skipped = len(self.done), self.skipped
+        listed, skipped, cut, too_long = len(self.done), self.skipped, self.cut, self.too_long
         last, end, created, limit = self.commits, self.end, self.created, self.limit
         for commit in commits:
             own = commit.pairs()
@@ -346,6 +356,8 @@ class Ledger:
             files += [ShardFile(shard.name, shard.count, shard.tokens, shard.size) for shard in commit.shards]
             listed += sum(shard.count for shard in commit.shards) + len(commit.skipped)
             skipped += len(commit.skipped)
+            cut += sum(shard.cut for shard in commit.shards)
+            too_long += sum(skip.reason == TOO_LONG for skip in commit.skipped)
             quarantined += [skip for skip in commit.skipped if skip.reason == QUARANTINED]
             parts += commit.parts
             last = commit.number
@@ -355,7 +367,20 @@ class Ledger:
         done = Ranges(pairs)
         # If the counts agree, no sample is listed twice, and the slower search for duplicates is not needed.
         doubled = self.doubled if len(done) == listed else self.doubled | Ranges.repeated(pairs)
-        return Ledger(done, doubled, last, tuple(files), skipped, tuple(quarantined), end, created, tuple(parts), limit)
+        return Ledger(
+            done,
+            doubled,
+            last,
+            tuple(files),
+            skipped,
+            tuple(quarantined),
+            end,
+            created,
+            tuple(parts),
+            limit,
+            cut,
+            too_long,
+        )
 
 
 def commit_numbers(folder: Folder) -> list[int]:

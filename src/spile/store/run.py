@@ -16,7 +16,7 @@ from spile.objects.folder import Folder, NotFound, get_if_present
 from spile.spec.identity import RunIdentity
 from spile.spec.positions import ALL
 from spile.spec.records import read_record
-from spile.spec.run import EMBEDDED, STORED, DataSpec, GenerationSpec, PromptSpec, RunSpec, spec_fields
+from spile.spec.run import EMBEDDED, STORED, GenerationSpec, PromptSpec, RunSpec, spec_fields
 from spile.spec.taps import Steer
 from spile.store.layout import ANSWERS, RUN, SPEC
 from spile.store.ledger import FORMAT, iso_time, seal, unseal
@@ -209,8 +209,6 @@ def spec_differences(run: RunIdentity, spec: RunSpec) -> list[tuple[str, Any, An
     left_out = {"backend": "jax", "prompt.template_from": None}  # run.json does not state these defaults
     theirs: dict[str, Any] = {name: known.get(name, left_out.get(name, _ABSENT)) for name in ours}
     theirs["positions"], theirs["keep"] = run.positions, list(run.keep) if spec.data.keep else ours["keep"]
-    if spec.data.max_seq_length == DataSpec.max_seq_length > run.max_seq_length:
-        ours["max_seq_length"] = run.max_seq_length  # the default is lowered to the positions of the model
     return differences(theirs, ours)
 
 

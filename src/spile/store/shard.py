@@ -198,6 +198,11 @@ def notes_of(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     ]
 
 
+def count_cut(notes: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of samples that were cut to the maximum length."""
+    return sum(1 for note in notes if note.get("truncated"))
+
+
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
@@ -398,6 +403,7 @@ class ShardBuilder:
             count=samples,
             tokens=tokens,
             statistics={tap: each.to_json() for tap, each in statistics.items()},
+            cut=count_cut(self._notes[:samples]),
         )
 
     def _chunks(self, tap: int, tokens: int) -> list[int]:

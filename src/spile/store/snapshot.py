@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from spile.errors import Damaged, SpileError
 from spile.objects.folder import Folder
+from spile.spec.lengths import cut_text
 from spile.spec.phase import Phase
 from spile.spec.ranges import Ranges
 from spile.store.heartbeat import INTERVAL, Beat, Liveness, read_beat
 from spile.store.layout import PROGRESS, existing_folder, find_streams
 from spile.store.ledger import Commit, Ledger, parse_time, read_commits
+from spile.store.run import read_run
 from spile.store.writer import StreamRecord, read_stream
 
 
@@ -80,6 +82,10 @@ class StreamView:
     """The samples that were skipped."""
     limits: str = ""
     """The flags that ended the stream before the end of its data, according to its commits."""
+    cut: int = 0
+    """The committed samples that were cut to the maximum length."""
+    too_long: int = 0
+    """The skipped samples that are longer than that."""
 
     @property
     def percent(self) -> float | None:
@@ -99,6 +105,8 @@ class Snapshot:
     taken: float
     """The time of the snapshot, in seconds since the epoch."""
     streams: tuple[StreamView, ...]
+    max_seq_length: int = 0
+    """The longest sample that the run stores, in tokens; 0 if no sample is longer."""
 
     def total(self, field: str) -> float:
         """Return the sum of a field over all streams where it is known."""
@@ -136,6 +144,17 @@ class Snapshot:
     def quarantined(self) -> list[str]:
         return [f"quarantined in {each.name}: {sample}" for each in self.streams for sample in each.quarantined]
 
+    @property
+    def cut(self) -> str:
+        """What the limit of length did, according to the commits; empty if no sample is longer."""
+        cut, too_long, samples = (round(self.total(name)) for name in ("cut", "too_long", "samples"))
+        return cut_text(cut, too_long, samples, self.max_seq_length)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about samples that are not stored, or not whole."""
+        return [*self.quarantined, *filter(None, [self.cut])]
+
     def count(self, *states: State) -> int:
         return sum(stream.state in states for stream in self.streams)
 
@@ -170,6 +189,7 @@ class Snapshot:
             "needs_recovery": self.needs_recovery,
             "never_begun": self.never_begun,
             "done": self.done,
+            "cut": self.cut,
         }
 
 
@@ -189,6 +209,7 @@ class SnapshotReader:
     def __init__(self, root: Folder, clock: Callable[[], float] = time.time) -> None:
         self._root, self._clock = root, clock
         self._ledgers: dict[int, tuple[str, Ledger]] = {}
+        self._max_seq_length = 0
         self.history: dict[int, list[CommitPoint]] = {}
         """The commits of each stream that record their time."""
         self.beats: dict[int, Beat] = {}
@@ -198,7 +219,10 @@ class SnapshotReader:
         folders = find_streams(self._root)
         with ThreadPoolExecutor(16, thread_name_prefix="snapshot") as pool:
             views = tuple(pool.map(self._view, folders, folders.values()))
-        return Snapshot(self._root.url, self._clock(), views)
+        if not self._max_seq_length and any(view.cut or view.too_long for view in views):
+            run = read_run(self._root)
+            self._max_seq_length = 0 if run is None else run.max_seq_length
+        return Snapshot(self._root.url, self._clock(), views, self._max_seq_length)
 
     def stream(self, number: int) -> StreamView:
         """Return the state of one stream, without a listing of the others."""
@@ -299,6 +323,8 @@ def _view_stream(
         quarantined=tuple(map(str, ledger.quarantined)),
         skipped=ledger.skipped,
         limits="" if ledger.limit is None else ledger.limit.flags,
+        cut=ledger.cut,
+        too_long=ledger.too_long,
     )
 
 

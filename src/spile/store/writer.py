@@ -268,6 +268,8 @@ def metadata(record: StreamRecord, run: RunIdentity, ledger: Ledger) -> dict[str
         "total_tokens": ledger.tokens,
         "total_bytes": ledger.bytes,
         "skipped_samples": ledger.skipped,
+        "cut_samples": ledger.cut,
+        "max_seq_length": run.max_seq_length,
         **({"quarantined": list(map(str, ledger.quarantined))} if ledger.quarantined else {}),
         "stream_samples": expected,
         "fingerprint": record.fingerprint,

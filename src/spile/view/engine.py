@@ -74,10 +74,10 @@ class EngineDisplay:
 
     def finish(self, outcome: EngineOutcome, streams: int, root: str, *, cleared: bool = False) -> None:
         """Print the result and the next command to type."""
-        quarantined: list[str] = []
+        cut, quarantined = "", list[str]()
         try:
             snapshot = self.reader.take()
-            totals, quarantined = _totals(snapshot), snapshot.quarantined
+            totals, cut, quarantined = _totals(snapshot), snapshot.cut, snapshot.quarantined
         except SpileError as error:
             totals = f"not seen: {error}"
         again = outcome.attempts - streams
@@ -90,6 +90,7 @@ class EngineDisplay:
             ("activations", root),
             ("streams", f"{outcome.done} of {streams} done{more}"),
             ("dataset", totals),
+            *([("length", cut)] if cut else []),
             *(("quarantined", line.removeprefix("quarantined ")) for line in quarantined),
             *(("given up", f"stream {number}: {problem}") for number, problem in outcome.failed.items()),
             ("next", command),

@@ -141,7 +141,7 @@ def _messages(status: FleetStatus) -> list[Text]:
     if status.holder is not None:
         lines.append(Text(_watched_by(status), style="yellow"))
     lines += [Text(f"{names}: {reason}", style="red") for reason, names in _given_up(status)]
-    lines += [Text(line, style="yellow") for line in status.snapshot.quarantined]
+    lines += [Text(line, style="yellow") for line in status.snapshot.notes]
     return lines + [Text(line, style="yellow") for line in (*status.problems, *status.actions)]
 
 
@@ -187,7 +187,7 @@ def plain_lines(status: FleetStatus) -> list[str]:
     lines.append(", ".join(parts))
     if status.holder is not None:
         lines.append(_watched_by(status))
-    return [*lines, *status.snapshot.quarantined, *status.problems, *status.actions]
+    return [*lines, *status.snapshot.notes, *status.problems, *status.actions]
 
 
 def watch(

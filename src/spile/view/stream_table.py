@@ -51,7 +51,7 @@ def render(snapshot: Snapshot, interval: float | None = None, height: int | None
         rows=snapshot.streams,
         rank=lambda stream: list(_STYLE).index(stream.state),
         status=snapshot,
-        messages=errors + [Text(line, style="yellow") for line in snapshot.quarantined],
+        messages=errors + [Text(line, style="yellow") for line in snapshot.notes],
         omitted_hint="spile monitor --once shows all",
     )
     return dashboard.render(interval, height)
@@ -67,7 +67,7 @@ def plain_lines(snapshot: Snapshot) -> list[str]:
     total = f"total: {totals_line(snapshot)}; {health_line(snapshot)}"
     never = f", not begun {snapshot.never_begun}" if snapshot.never_begun else ""
     left = f", about {duration(snapshot.seconds_left)} left" if snapshot.seconds_left else ""
-    return [*lines, total + never + left, *snapshot.quarantined]
+    return [*lines, total + never + left, *snapshot.notes]
 
 
 def watch(

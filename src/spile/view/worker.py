@@ -208,6 +208,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("samples", _samples(summary)),
         *(("bad row", text) for text in progress.bad_rows),
         ("quarantined", ", ".join(map(str, summary.quarantined))),
+        ("length", summary.cut),
         ("tokens", f"{summary.tokens:,}"),
         ("generated", f"{progress.generated_tokens:,} tokens by this run" if progress.generated_tokens else ""),
         ("bytes", f"{size(summary.bytes)} in {counted(summary.shards, 'shard')}"),
@@ -228,8 +229,6 @@ def _samples(summary: Summary) -> str:
     if progress.samples != summary.samples:
         parts.append(f"{progress.samples:,} of them now")
     parts += [f"{count:,} skipped ({reason})" for reason, count in sorted(progress.skipped.items())]
-    if progress.truncated:
-        parts.append(f"{progress.truncated:,} cut to the maximum length")
     return ", ".join(parts)
 
 

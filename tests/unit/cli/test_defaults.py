@@ -98,7 +98,7 @@ def test_an_old_spelling_is_renamed_and_selects_nothing(
 def test_plan_ignores_the_variables(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     planned: list[RunSpec] = []
 
-    def stop(spec: RunSpec, *_: object) -> None:
+    def stop(spec: RunSpec, *_: object, **__: object) -> None:
         planned.append(spec)
         raise SpecError("stopped here")
 

@@ -198,7 +198,7 @@ def test_flags_win_over_variables_and_those_over_the_file(
         monkeypatch.setenv(name, value)
     spile("extract", "--model", "flag", "--config", str(run))
     (flags,) = asked
-    assert (flags.model, flags.batch_size, flags.max_seq_length, flags.seed) == ("flag", 2, 111, 1)
+    assert (flags.model, flags.batch_size, flags.max_seq_length, flags.seed) == ("flag", 2, "111", 1)
     assert (flags.layers, flags.taps, flags.pack, flags.prompt) == (["0-2", "5"], ["attn", "mlp"], True, "text")
 
 

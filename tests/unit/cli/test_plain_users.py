@@ -12,7 +12,7 @@ import pytest
 from unit.cli.refusals import SMALL, lines, spile
 
 
-@pytest.mark.parametrize("flag", ["--max-samples", "--seed", "--max-seq-length"])
+@pytest.mark.parametrize("flag", ["--max-samples", "--seed"])
 def test_a_fraction_is_not_a_whole_number(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert spile("extract", "--output", tmp_path / "out", flag, "1.5") == 2
     assert f'{flag}: unable to convert "1.5" into int' in capsys.readouterr().err

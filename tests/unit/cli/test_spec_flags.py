@@ -61,9 +61,10 @@ def test_every_field_has_a_flag_of_its_name(each: SpecField) -> None:
     kind = next((kind for kind in KINDS if kind.__name__ in str(each.hint)), str)
     choice = get_args(each.hint)[-1] if get_origin(each.hint) is Literal else None
     text, expected = EXAMPLES.get(each.name, (choice, choice) if choice else KINDS[kind])
-    spec = parsed("infer", *([f"{flag}={text}"] if text else [flag]))
+    more = {"max_seq_length": 64} if each.name == "pack" else {}
+    spec = parsed("infer", *([f"{flag}={text}"] if text else [flag]), *(["--max-seq-length=64"] if more else []))
     assert each.get(spec) == expected
-    assert each.get(make_spec({each.name: expected}, infer=True)) == expected
+    assert each.get(make_spec({each.name: expected, **more}, infer=True)) == expected
 
 
 def test_only_the_guides_and_acts_of_a_command_have_flags_of_their_own() -> None:
@@ -79,7 +80,16 @@ def test_only_the_guides_and_acts_of_a_command_have_flags_of_their_own() -> None
 
 
 def test_a_spec_is_a_config_file(tmp_path: Path) -> None:
-    spec = make_spec({"model": "m", "taps": ["mlp.1-2", "z.0.3"], "layers": "1", "mesh_shape": (2, 1), "pack": True})
+    spec = make_spec(
+        {
+            "model": "m",
+            "taps": ["mlp.1-2", "z.0.3"],
+            "layers": "1",
+            "mesh_shape": (2, 1),
+            "pack": True,
+            "max_seq_length": 64,
+        }
+    )
     (tmp_path / "run.toml").write_text(spec.to_toml())
     _, bound, _ = build_app(str(tmp_path / "run.toml")).parse_args(["extract"], exit_on_error=False, print_error=False)
     assert bound.arguments["flags"].spec() == spec

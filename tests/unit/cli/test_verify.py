@@ -32,7 +32,8 @@ def test_a_whole_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert spile("verify", str(tmp_path)) == 0
     text = capsys.readouterr().out
     assert "│ tpu_0  │      42 │       3 │ 45 │      5 │" in text
-    assert "✓ proven: 42 samples in 1 stream, each exactly once; 5 shards, every checksum right, no NaN" in text
+    assert "✓ proven; 5 of 45 prompts were cut at 64 tokens" in text
+    assert ": 42 samples in 1 stream, each exactly once; 5 shards, every checksum right, no NaN" in text
 
 
 def test_problems_are_reported_and_exit_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +72,7 @@ def test_streams_that_were_never_started_are_reported_and_exit_with_1(
     assert spile("verify", str(tmp_path), "--json") == 1
     assert json.loads(capsys.readouterr().out)["never_begun"] == [[1, 2], [3, 4]]
     assert spile("verify", str(tmp_path), "--streams", "0,2") == 0
-    assert "✓ proven: 84 samples in 2 of 4 streams, each exactly once" in capsys.readouterr().out
+    assert ": 84 samples in 2 of 4 streams, each exactly once" in capsys.readouterr().out
     assert spile("verify", str(tmp_path), "--streams", "0-1") == 1
     assert "stream 1 was never begun (1 of 2)" in capsys.readouterr().out
 

@@ -26,6 +26,7 @@ OWN: dict[str, st.SearchStrategy[Any]] = {
     "mesh_shape": st.none() | st.tuples(st.integers(1, 64), st.integers(1, 64)),
     "keep": st.lists(st.sampled_from(["label", "source", "id"]), unique=True).map(tuple),
     "stop": st.lists(TEXT).map(tuple),
+    "max_seq_length": st.just("auto") | st.integers(1, 1 << 16),
     "stop_tokens": st.lists(st.integers(0, 9)).map(tuple),
     "predictions_per_task": st.integers(1, 4096),
     "shard_size_gb": st.floats(1e-6, 64),
@@ -114,7 +115,7 @@ def test_no_field_can_hold_a_secret() -> None:
 
 def test_defaults_that_depend_on_the_command() -> None:
     extract, infer = make_spec({}), make_spec({}, infer=True)
-    assert (extract.output, extract.data.long) == ("./activations", "truncate")
+    assert (extract.output, extract.data.long) == ("./activations", "auto")
     assert (infer.output, infer.data.long) == ("./inference", "skip")
     assert math.isclose(infer.generation.temperature if infer.generation else 1.0, 0.0)
 

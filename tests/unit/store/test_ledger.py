@@ -80,7 +80,7 @@ def test_a_commit_record_survives_its_json() -> None:
     )
     commit = Commit(3, "att1", "id", (record,), tuple(skips(9)), 10, "a test", "2026-11-15T12:00:00Z", "0")
     assert Commit.from_bytes(commit.to_bytes(), "x") == commit
-    with pytest.raises(Damaged, match="counts 5 samples and lists 4"):
+    with pytest.raises(Damaged, match="counts 5 samples, 0 cut, and lists 4"):
         Commit.from_bytes(_resealed(commit), "x")
 
 

@@ -44,13 +44,14 @@ SCREENS = Path(__file__).parents[2] / "screens"
 WIDTHS = (80, 120, 200)
 NOW = ProgressSnapshot(
     phase=Phase.RUNNING, detail="", samples=21_400, tokens=33_072_118, bytes=17_000_000_000, shards_written=17,
-    shards_committed=16, samples_committed=20_000, computed_tokens=36_000_000, skipped={"too long": 12}, truncated=3,
+    shards_committed=16, samples_committed=20_000, computed_tokens=36_000_000, skipped={"too long": 12},
     compile_seconds=9.0, shapes=2, seconds=640.0, busy={"model": 520.0, "sink": 100.0},
     wall=WallTime(4.2, 9.0, 631.0, 1.5), recent_tokens_per_second=52_400,
 )  # fmt: skip
 DONE = Summary(
     root="./activations", stream="./activations/stream_0", complete=True, interrupted=False, progress=NOW,
     samples=21_400, tokens=33_072_118, bytes=17_000_000_000, shards=17, skipped=12,
+    cut="3 of 21,412 prompts were cut at 2,048 tokens (expected: about 0.1 %)",
     device="1 × NVIDIA H200, bfloat16, cudnn attention", sink="disk", peak_memory=4_862_000_000,
 )  # fmt: skip
 VIEWS = (

@@ -24,7 +24,6 @@ NOW = ProgressSnapshot(
     samples_committed=20,
     computed_tokens=36_000,
     skipped={},
-    truncated=0,
     compile_seconds=9.0,
     shapes=1,
     seconds=40.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from spile.errors import ModelError, UnsupportedModel
@@ -81,7 +82,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         outer = {key: value for key, value in raw.items() if key not in _TOWERS}
         raw = {**outer, **nested, "model_type": name}
     fields = ConfigFields(raw, declared_fields()[family.model_types[0]])
-    config = family.read(fields, **family.options)
+    config = replace(family.read(fields, **family.options), positions=fields.positions())
     _report(fields.ignored(name))
     return config
 

@@ -267,6 +267,11 @@ class ConfigFields(Fields):
             raise UnsupportedModel(f"config.json's {name}", expected=f"one of {known}", found=repr(value))
         return ACTIVATIONS[value]
 
+    def positions(self) -> int | None:
+        """Return the longest sample that the model was made for, in tokens; None if the config does not state it."""
+        value = self.get("max_position_embeddings")
+        return value if type(value) is int and value > 0 else None
+
     def ignored(self, family: str) -> tuple[str, ...]:
         """Return the fields that cannot change the model's numbers.
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from spile.compute.batches import Batch
 from spile.compute.device import DeviceProducer, configure_jax, place_model
 from spile.compute.generator import GenerationPrograms, Generator, SlotPlan
+from spile.compute.length import room_here, with_length
 from spile.compute.mesh import MeshPlan, arrange_devices, describe_mesh, make_mesh
 from spile.compute.producer import DoesNotCompile, OutOfDeviceMemory
 from spile.compute.progress import Progress
@@ -27,7 +28,6 @@ from spile.run.pod.pod import BARRIERS, WorkerGroup, check_same_command, log_dev
 from spile.run.pod.rollcall import Log
 from spile.run.resolve import (
     compute_dtype_for,
-    limit_to_learned_positions,
     prompt_tokenizer,
     read_steering,
     tap_rows_of,
@@ -129,7 +129,8 @@ def check_program(spec: RunSpec, hosts: WorkerGroup, log: Log) -> None:
     try:
         files = model_files.find(spec.model, spec.revision, weights=False)
         platform = use_device(spec.device, "jax")
-        spec = limit_to_learned_positions(spec, files, "jax")
+        known = files.config.learned_positions
+        spec = with_length(spec, None, files.config, (), 0, lambda: room_here("jax"), known)
         if spec.dtype == "auto":
             spec = replace(spec, dtype=compute_dtype_for(platform))  # type: ignore[arg-type]
         progress = Progress(log=log if hosts.first else lambda _line: None)
@@ -150,7 +151,7 @@ def check_program(spec: RunSpec, hosts: WorkerGroup, log: Log) -> None:
 
 
 def _run_extraction(spec: RunSpec, files: ModelFiles, progress: Progress) -> str:
-    taps, length = spec.selected_taps(files.config.n_layers), min(_PROGRAM_TOKENS, spec.data.max_seq_length)
+    taps, length = spec.selected_taps(files.config.n_layers), min(_PROGRAM_TOKENS, spec.data.longest)
     sample = _sample(files, length)
     if spec.positions != ALL:
         sample = replace(sample, positions=np.array([length - 1], np.int32))
@@ -167,7 +168,7 @@ def _run_extraction(spec: RunSpec, files: ModelFiles, progress: Progress) -> str
 
 def _run_generation(spec: RunSpec, generation: GenerationSpec, files: ModelFiles, progress: Progress) -> str:
     config = files.config
-    length = min(_PROGRAM_TOKENS // 2, spec.data.max_seq_length)
+    length = min(_PROGRAM_TOKENS // 2, spec.data.longest)
     mesh, layout = arrange_devices(config, spec.dtype, spec.mesh_shape)
     programs = GenerationPrograms(
         _zero_weights(files, spec.dtype, None, layout.place(mesh), head=True),
