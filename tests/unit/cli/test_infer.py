@@ -151,7 +151,8 @@ def test_workers_share_a_folder_for_answers(tasks: Path, tmp_path: Path) -> None
     assert spile("data", "streams", "--dataset", tasks, "--num-streams", 2, "--output-dir", streams) == 0
     for number in (1, 0):
         words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
-        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, "--n-tasks", 3) == 0
+        limit = ("--max-samples-per-stream", 3)
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, *limit) == 0
     each = {
         number: [
             json.loads(line)
@@ -199,7 +200,8 @@ def test_a_view_of_the_answers_that_another_worker_outran_is_written_again(
 
     def infer(number: int) -> None:
         words = ("infer", "--dataset-dir", streams, "--worker-id", number, "--model", "embedded")
-        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, "--n-tasks", 3) == 0
+        limit = ("--max-samples-per-stream", 3)
+        assert spile(*words, "--output", tmp_path / "out", "--output-dir", answers, *SHORT, *limit) == 0
 
     put, waiting = module._put_answers, [1]
 
