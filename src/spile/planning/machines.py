@@ -31,6 +31,7 @@ _V4_SHAPES: tuple[Shape, ...] = (
     *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8)),
     *((4, 8, 8), (8, 8, 8), (8, 8, 12), (8, 8, 16), (8, 16, 16), (16, 16, 16)),
 )
+_V5P_SHAPES: tuple[Shape, ...] = (*_V4_SHAPES[:6], (4, 4, 12), *_V4_SHAPES[6:], (16, 16, 24))
 _TPU7X_SHAPES: tuple[Shape, ...] = (
     *((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)),
     *((4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16)),
@@ -84,7 +85,7 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation("v3", "v3", 2, 2, (4,), _V3_SHAPES, 32, 123, "tpu-v3-slice", Price(2.00, 0.60)),
     Generation("v4", "v4", 2, 1, (4,), _V4_SHAPES, 32, 275, "tpu-v4-podslice", Price(3.22, 0.966)),
     Generation("v5e", "v5litepod", 1, 1, (1, 4, 8), _V5E_SHAPES, 16, 197, "tpu-v5-lite-podslice", Price(1.2, 0.6)),
-    Generation("v5p", "v5p", 2, 1, (4,), _V4_SHAPES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
+    Generation("v5p", "v5p", 2, 1, (4,), _V5P_SHAPES, 95, 459, "tpu-v5p-slice", Price(4.20, 2.10)),
     Generation("v6e", "v6e", 1, 1, (1, 4, 8), _V5E_SHAPES, 32, 918, "tpu-v6e-slice", Price(2.70, 1.35)),
     Generation("tpu7x", "tpu7x", 2, 2, (4,), _TPU7X_SHAPES, 192, 2307, "tpu7x", Price(0, 0), tpu_api=False),
 )

@@ -160,3 +160,12 @@ def test_mesh_shapes(text: str, shape: tuple[int, int]) -> None:
 def test_wrong_mesh_shapes(text: str) -> None:
     with pytest.raises(SpecError, match="--mesh-shape: expected DATA,MODEL such as 16,16, found"):
         parse_mesh_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "grid"), [("v5p-384", "4x4x12"), ("v5p:4x4x12", "4x4x12"), ("v5p-12288", "16x16x24")]
+)
+def test_v5p_has_shapes_that_v4_does_not_have(spelling: str, grid: str) -> None:
+    assert parse_machine(spelling).grid == grid
+    with pytest.raises(SpecError, match="v4 has no such slice"):
+        parse_machine(spelling.replace("v5p", "v4"))
