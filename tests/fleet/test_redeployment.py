@@ -293,6 +293,8 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(world: World, promp
     assert code == 0, text
     assert "would be created: 2 machines v5litepod-8 (tpu-us-central1-a-0 …) in us-central1-a, $" in text
     assert "to boot, install, load and compile" in text
+    assert "no --budget: 2 machines cost at most $230.40 a day (list prices)\n" in text
+    assert "no --budget" not in prompt(*words, "--create-tpus", "--budget", 9)[1]
     assert "\nnothing was created\n" in text
     assert world.objects() == []
     assert world.cloud.cloud.nodes("-") == []

@@ -198,6 +198,9 @@ def deploy(
         if found.limit is not None:
             log(found.limit.sentence())
         changed = changes(before, fleet) if before is not None else []
+        if fleet.policy.budget is None and not steps.skip_launch and fleet.price:
+            most = counted(len(fleet.workers), "machine")
+            log(f"no --budget: {most} cost at most ${fleet.price * len(fleet.workers) * 24:,.2f} a day (list prices)")
         if steps.dry_run:
             new = _new_machines(asked, fleet, steps)
             _print_plan(fleet, streams, request, found, changed, cleared, new, left)
