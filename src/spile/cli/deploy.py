@@ -170,9 +170,9 @@ def deploy(
         log("zones and machines are not checked: no Google credentials. Run: gcloud auth application-default login")
     request, line = request.with_type(asked, before)
     fleet = request.fleet(client, home, before)
+    _check_request(asked, fleet, request)
     if line:
         log(line)
-    _check_request(asked, fleet, request)
     if asked is not None and not steps.skip_launch:
         refuse_machines_of_others(client, fleet, home.folder.url)
     if not steps.dry_run:
