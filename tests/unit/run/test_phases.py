@@ -62,11 +62,12 @@ def test_a_run_is_writing_only_after_the_model_has_computed_all_batches(
     assert progress.__dict__["seen"][-3:] == ["fetched", Phase.WRITING, Phase.DONE]
 
 
-def test_the_first_line_of_a_run_names_the_device(spec: RunSpec) -> None:
+def test_the_first_lines_of_a_run_name_the_lengths_and_the_device(spec: RunSpec) -> None:
     seen: list[str] = []
     summary = run_stream(spec, progress=Progress(log=seen.append))
-    assert seen[0] == f"embedded on {summary.device}"
-    assert "cpu" in seen[0]
+    assert seen[0] == "64 tokens: no prompt is longer; the longest of 4 has 3."
+    assert seen[1] == f"embedded on {summary.device}"
+    assert "cpu" in seen[1]
     again: list[str] = []
     run_stream(spec, progress=Progress(log=again.append))
     assert again == []  # Nothing was left to do, so that no device was used.
