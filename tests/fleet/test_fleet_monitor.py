@@ -244,7 +244,9 @@ def test_no_permission_anywhere_is_an_error_and_not_a_table(
     home: FleetHome, fake: FakeCloud, client: CloudTpu, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.admin("fault", {"status": 403, "message": "Permission 'tpu.nodes.list' denied", "count": 1000})
-    with pytest.raises(NotAllowed, match=r"not allowed to list TPUs in us-central1-a: .*\. Ask for the role"):
+    with pytest.raises(
+        NotAllowed, match=r"cannot list TPUs in us-central1-a: your account may not do this: .*--role=roles/tpu.admin"
+    ):
         watch_fleet(home, client, Console(), interval=1)
 
 
