@@ -112,7 +112,7 @@ def _run_stream(
     if hosts.first and run.lengths is not None:
         progress.log(run.lengths.sentence())
     progress.phase(Phase.LOADING, "the model")
-    before = _state(stream)
+    before = _state(stream or _existing_stream(run))  # a stream that will be cleared has not been read yet
     with found_late(lambda: _state(_existing_stream(run)) != before):
         stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop, hosts)
     hosts.barrier("final_checkpoint")
