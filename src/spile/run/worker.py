@@ -39,7 +39,7 @@ from spile.spec.sample import QUARANTINED, Sample, Skip
 from spile.store.cleanup import clear_stream, remove_unfinished, stream_version
 from spile.store.index import write_entry
 from spile.store.layout import stream_folder
-from spile.store.ledger import Ledger, Limit
+from spile.store.ledger import Ledger, Limit, commit_numbers
 from spile.store.quarantine import (
     MAX_QUARANTINED,
     Step,
@@ -112,8 +112,8 @@ def _run_stream(
     if hosts.first and run.lengths is not None:
         progress.log(run.lengths.sentence())
     progress.phase(Phase.LOADING, "the model")
-    before = _state(stream or _existing_stream(run))  # a stream that will be cleared has not been read yet
-    with found_late(lambda: _state(_existing_stream(run)) != before):
+    before = _state(run)
+    with found_late(lambda: _state(run) != before):
         stream, finished, device = _load_and_work(spec, run, stream, clear, progress, stop, hosts)
     hosts.barrier("final_checkpoint")
     return _finish(run, stream, progress, hosts, finished=finished, device=device)
@@ -497,9 +497,11 @@ def commit_limit(run: ResolvedRun, stream: StreamWriter) -> None:
         stream.commit([], limit=Limit(expected, run.spec.data.limits))
 
 
-def _state(stream: StreamWriter | None) -> object:
+def _state(run: ResolvedRun) -> object:
     """Return what changes if a stream is begun, cleared or gets a commit."""
-    return None if stream is None else (stream.record.id, stream.ledger.commits)
+    folder = run.root.child(stream_folder(run.spec.data.worker_id, run.identity.folders))
+    record = read_stream(folder)
+    return None if record is None else (record.id, commit_numbers(folder))
 
 
 def _existing_stream(run: ResolvedRun) -> StreamWriter | None:
