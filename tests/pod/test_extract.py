@@ -17,6 +17,7 @@ import pytest
 from holding import HeldCommits
 from pod.launching import Ended, Launch, clean_environment, launch, started
 from ports import free_port
+from spile.errors import ExitCode
 from spile.proof.verification import verify
 from spile.reading.dataset import Dataset
 from spile.reading.dataset import open as open_dataset
@@ -162,7 +163,7 @@ class Slice:
         assert ended[victim].code == -signal.SIGKILL, "it was at work"
         for number, end in enumerate(ended):
             if number != victim:
-                assert end.code == 1, (number, end.code, end.err)
+                assert end.code == ExitCode.HOST_LOST, (number, end.code, end.err)
                 assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
 
     def lose_early(self, hosts: int, devices: int, victim: int, seconds: float) -> None:
@@ -173,7 +174,7 @@ class Slice:
             ended = group.wait(280)
         for number, end in enumerate(ended):
             if number != victim and end.code != 0:
-                assert end.code == 1, (number, end.code, end.err)
+                assert end.code == ExitCode.HOST_LOST, (number, end.code, end.err)
                 assert any(f"worker {victim}" in line for line in end.lines), (number, end.err)
 
     def _started(

@@ -432,13 +432,13 @@ def place_model(
     progress: Progress,
     prepare: Callable[[DeviceProducer], None],
     steering: Steering | None = None,
-    read: Callable[..., Params] = load,
+    read: Callable[..., Params] | None = None,
 ) -> DeviceProducer:
     """Load a model onto all devices, including those of the other hosts of a pod.
 
     While the weights are read, the first program is compiled and the pinned memory is allocated. ``prepare`` calls
     :meth:`DeviceProducer.prepare` for the first batch. ``row_bytes`` is what one token takes in a shard.
-    ``read`` returns the weights.
+    ``read`` returns the weights instead of :func:`load`.
     """
     config, dtype = files.config, spec.dtype
     layers, head = layers_needed(taps, config.n_layers), head_needed(taps)
@@ -465,7 +465,7 @@ def place_model(
         producer.reserve(((sizes.in_flight or 1) + UNRELEASED) * sizes.batch_tokens * row_bytes)
     try:
         with progress.span("weights"):
-            weights = read(files, dtype, layers, place, head=head, runs=runs)
+            weights = (read or load)(files, dtype, layers, place, head=head, runs=runs)
             producer.params = replace(weights, steering=steering)
     except BaseException:
         producer.close()

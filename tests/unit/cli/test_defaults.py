@@ -42,6 +42,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("spile.run.worker.run_stream", stop)
+    monkeypatch.setattr("spile.engines.run.has_streams", lambda _: False)  # it reads the bucket
     monkeypatch.setattr("spile.cli.flags.PodFlags.identity", lambda *_: Identity(0, 1))
     return found
 

@@ -40,7 +40,7 @@ def test_it_is_understood(line: str) -> None:
 def test_every_flag_of_extract_reaches_the_workers() -> None:
     from spile.cli.deploy import worker_spec
 
-    line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --pack"
+    line = "deploy --gcs-bucket b --model M --layers_to_extract 0 1 2 --batch_size 8 --max_seq_length 512 --pack"
     _, bound, _ = build_app().parse_args(translate(shlex.split(line), {}), exit_on_error=False, print_error=False)
     spec = worker_spec(bound.arguments["flags"], "gs://b/activations", "gs://b/datasets/x", "split")
     assert (spec.model, spec.data.prompt.pack, spec.layers, spec.batch_size) == ("M", True, (0, 1, 2), 8)

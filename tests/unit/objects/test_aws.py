@@ -253,7 +253,7 @@ def test_the_program_without_botocore(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "env-key")
     done = without_botocore("verify", url)
     assert done.returncode == 0, done.stderr
-    assert "proven: " in done.stdout
+    assert "✓ proven" in done.stdout
     assert signers == {"env-id"}
     done = without_botocore("verify", url, "--gc")
     assert done.returncode == 0, done.stderr
