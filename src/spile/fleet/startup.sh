@@ -108,7 +108,8 @@ fail() { trap - ERR; echo "spile: the start failed: $1"; sleep 1; report failed 
 trap 'fail "line $LINENO$(offline)"' ERR
 # A machine without a public address can read the bucket (Private Google Access), but not the packages.
 offline() {
-  [ -n "${installing:-}" ] && ! curl -fsS -m 20 -o /dev/null "$(python3 -c "from pip._internal.models.index import PyPI; print(PyPI.simple_url)")" 2>/dev/null || return 0
+  local index=${PIP_INDEX_URL:-$(python3 -c 'from pip._internal.models.index import PyPI; print(PyPI.simple_url)' 2>/dev/null)}
+  [ -n "${installing:-}" ] && [ -n "$index" ] && ! curl -fsS -m 20 -o /dev/null "$index" 2>/dev/null || return 0
   printf ': this machine cannot reach PyPI; without a public address its network needs Cloud NAT: gcloud compute routers create spile --network default --region REGION, then gcloud compute routers nats create spile --router spile --region REGION --auto-allocate-nat-external-ips --nat-all-subnet-ip-ranges'
 }
 
