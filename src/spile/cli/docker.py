@@ -156,7 +156,7 @@ def _refuse_runtime_flags(words: Sequence[str]) -> None:
 
 
 def _refuse_overwrite(words: Sequence[str]) -> None:
-    """Refuse to print a command that would remove data each time somebody runs it."""
+    """Refuse to print a command that would remove data each time it is run."""
     if any(word.partition("=")[0] == "--overwrite" for word in words):
         fix = "leave out --print, or --overwrite"
         raise SpecError("--overwrite", expected="a command that runs now, once", found="--print", fix=fix)

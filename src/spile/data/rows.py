@@ -63,7 +63,7 @@ def row_id(row: Mapping[str, Any], place: str = "") -> str | None:
     """Return the row's ``task_id`` or ``id``, or None. A number is written as in JSON.
 
     Raises:
-        DataError: The id is a list or an object, or a number of so many digits that reading it as JSON has rounded it.
+        DataError: The id is a list or an object, or a number with too many digits, which reading JSON rounds.
 
     """
     for name in ("task_id", "id"):
